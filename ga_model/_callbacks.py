@@ -37,12 +37,13 @@ class CloseWindow(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         # `BackupAndRestore` may have set the first epoch.
-        self._accumulating._accumulation.begin_epoch(epoch, is_first=not self.has_begun)
+        backend = self._accumulating._accumulation.backend
+        backend.begin_epoch(epoch, is_first=not self.has_begun)
         self.has_begun = True
         self._num_updates = count_updates(self._accumulating)
 
     def on_train_end(self, logs: Any = None) -> None:
-        self._accumulating._accumulation.finish_fit()
+        self._accumulating._accumulation.backend.finish_fit()
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._accumulating.close_window()
@@ -134,7 +135,7 @@ def closing_windows(model: Any, callbacks: Any, is_verbose: bool) -> Iterator[An
             model._warn_once(_open_window_message(model.name))
     except BaseException as error:  # KeyboardInterrupt, too, leaves nothing behind
         model._accumulation.discard_window()
-        model._accumulation.explain(error)
+        model._accumulation.backend.explain(error)
         raise
     finally:
         model._accumulation.end_fit()

@@ -1,8 +1,8 @@
 """Choose the engine for the backend of Keras, here and nowhere else.
 
-An engine is a module with two names:
+An engine has two classes:
 
-* `Accumulation` trains one compiled model batch by batch, and has its window.
+* `Backend` runs the functions of the core for one compiled model.
 * `Hooks` has the methods of a model that Keras calls on that backend: the base of the mixin.
 """
 
@@ -17,10 +17,13 @@ from ga_model.base import _validate
 _validate.check_backend(keras.backend.backend())
 
 if TYPE_CHECKING or keras.backend.backend() == "tensorflow":
-    from ga_model.backends.tensorflow.engine import Accumulation, Hooks
+    from ga_model.backends.tensorflow.adapter import TensorFlowBackend as Backend
+    from ga_model.backends.tensorflow.engine import Hooks
 elif keras.backend.backend() == "jax":
-    from ga_model.backends.jax.engine import Accumulation, Hooks
+    from ga_model.backends.jax.adapter import JaxBackend as Backend
+    from ga_model.backends.jax.engine import Hooks
 else:
-    from ga_model.backends.torch.engine import Accumulation, Hooks
+    from ga_model.backends.torch.adapter import TorchBackend as Backend
+    from ga_model.backends.torch.engine import Hooks
 
-__all__ = ["Accumulation", "Hooks"]
+__all__ = ["Backend", "Hooks"]

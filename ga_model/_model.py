@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from ga_model._callbacks import run_fit
-from ga_model._engine import Accumulation, Hooks
+from ga_model._engine import Backend, Hooks
 from ga_model._model_settings import ModelSettings
 from ga_model._settings import NAMES, UNCHANGED, Settings, passed
-from ga_model.base._context import ThreadValue
 from ga_model.base._method_patch import MethodPatch
 from ga_model.base._names import check_names_for, showing, showing_only
+from ga_model.core.driver import Driver
 from ga_model.core.models import optimizers_in
-from ga_model.core.stand_ins import CompiledLossAttribute, RecordedAttribute
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -35,20 +34,16 @@ else:
 # it with layers.
 _Trainer = next(c for c in keras.Model.__mro__ if "train_step" in vars(c))
 
-_in_step = ThreadValue()  # the model whose outermost `train_step` runs
 _keeping_metrics = MethodPatch("reset_metrics", lambda _, reset: lambda: None)
 
 
 def _accumulated(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a `train_step` run by microbatches. The outermost one of a model does the work."""
+    """Make a `train_step` run by microbatches, unless it runs in such a one, as that of a base."""
     train_step = getattr(train_step, "python_function", train_step)  # of a `tf.function`
 
     @functools.wraps(train_step)
     def accumulated(self: Any, *args: Any) -> Any:
-        if _in_step.get() is self:  # in a step that calls that of its base
-            return train_step(self, *args)
-        with _in_step.set(self):
-            return self._accumulation.run_step(functools.partial(train_step, self), *args)
+        return self._accumulation.run_step(functools.partial(train_step, self), *args)
 
     return accumulated
 
@@ -109,8 +104,7 @@ class AccumulatingModel(ModelSettings, _Base):
     """
 
     train_function: Any
-    optimizer = RecordedAttribute("optimizer")
-    _compile_loss = CompiledLossAttribute("_compile_loss")
+    optimizer: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -193,7 +187,7 @@ class AccumulatingModel(ModelSettings, _Base):
         settings.check_with(optimizers_in([*args, *kwargs.values()]), adds_scaling)
         super().compile(*args, **kwargs)  # which may set some itself
         settings = dataclasses.replace(self._accumulation.settings, **given)
-        self._accumulation = Accumulation(self, settings)
+        self._accumulation = Driver(self, settings, Backend(self))
 
     def describe_accumulation(self, batch_size: int | None = None) -> str:
         """Describe what the settings do, in one line.

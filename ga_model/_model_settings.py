@@ -7,17 +7,18 @@ from typing import Any
 
 import keras
 
-from ga_model._engine import Accumulation
+from ga_model._engine import Backend
 from ga_model._settings import Settings
 from ga_model.base._internals import layers_in
+from ga_model.core.driver import Driver
 
 
 class ModelSettings:
     """The settings of an `AccumulatingModel`, and the state of its accumulation."""
 
     @functools.cached_property
-    def _accumulation(self) -> Accumulation:
-        return Accumulation(self, Settings())
+    def _accumulation(self) -> Driver:
+        return Driver(self, Settings(), Backend(self))
 
     @property
     def accumulation_steps(self) -> int:

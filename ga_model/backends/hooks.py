@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ga_model.base._internals import compiled_loss
 from ga_model.core.models import current_recording
 
 if TYPE_CHECKING:  # what `super()` finds
@@ -23,6 +24,21 @@ class CoreHooks(_Base):
     def _check_compile_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Do nothing: every argument of Keras's `compile` is supported."""
 
+    @property
+    def _compile_loss(self) -> Any:
+        """The compiled loss, of which a copy notes its terms while a step is recorded, or None.
+
+        It stays under this name in the instance's `__dict__`, where Keras's saving finds it.
+        """
+        compiled, recording = compiled_loss(self), current_recording(self)
+        if compiled is None or recording is None:
+            return compiled
+        return recording.observed_loss(compiled)
+
+    @_compile_loss.setter
+    def _compile_loss(self, value: Any) -> None:
+        self.__dict__["_compile_loss"] = value
+
     def _aggregate_additional_loss(self, loss: Any) -> Any:
         total = super()._aggregate_additional_loss(loss)
         if (recording := current_recording(self)) is not None:
@@ -30,21 +46,18 @@ class CoreHooks(_Base):
         return total
 
     def make_train_function(self, force: bool = False) -> Any:
-        """Make the function that `fit` calls for each execution."""
+        """Make the function that `fit` calls for each execution: Keras's own, or accumulation."""
         if self.train_function is None or force:
             super().make_train_function(force=True)
-            self.train_function = self._switching(self.train_function)
+            of_keras = self.train_function
+
+            def run(*arguments: Any) -> Any:
+                self._accumulation.check_step()
+                train = of_keras if self._accumulation.is_plain() else self._train
+                return train(*arguments)
+
+            self.train_function = run
         return self.train_function
-
-    def _switching(self, of_keras: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a train function that runs Keras's own unless the model accumulates."""
-
-        def run(*arguments: Any) -> Any:
-            self._accumulation.check_step()
-            train = of_keras if self._accumulation.is_plain() else self._train
-            return train(*arguments)
-
-        return run
 
     def _train(self, *arguments: Any) -> Any:
         """Train as Keras's train function does, with accumulation."""

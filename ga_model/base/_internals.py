@@ -8,10 +8,10 @@ finds private names elsewhere.
 Differences between releases are here, too: one function for each, which names the last release
 that has it.
 
-These names are used where they are overridden, in `_model`:
+These names are used where they are overridden, in `backends/hooks.py` and engines:
 
-* `Trainer._compile_loss` is a descriptor of the model class, which answers with a stand-in while
-  a step is recorded. `tests/equivalence/test_weights.py`.
+* `Trainer._compile_loss` is a property of the model class, which answers with a copy while a step
+  is recorded. `tests/equivalence/test_weights.py`.
 * `Trainer._aggregate_additional_loss` is the one place where the losses that layers add meet.
   `tests/equivalence/test_weights.py`.
 * `Trainer._maybe_symbolic_build` and `Trainer._make_function` are what Keras does with several
@@ -180,7 +180,7 @@ def build(model: Any, data: Any) -> None:
 
 
 def compiled_loss(model: Any) -> Any:
-    """Return a model's compiled loss, with no stand-in, or None."""
+    """Return a model's compiled loss itself, and no copy, or None."""
     return vars(model).get("_compile_loss")
 
 
@@ -257,11 +257,6 @@ def losses_in(compiled: Any) -> list[Any]:
 def set_losses(compiled: Any, losses: list[Any]) -> None:
     """Replace the losses of a compiled loss."""
     vars(compiled)["_flat_losses"] = losses
-
-
-def set_metrics(compiled: Any, metrics: list[Any]) -> None:
-    """Replace the metrics that track the losses of a compiled loss."""
-    vars(compiled)["_metrics"] = metrics
 
 
 # Returns a mask and sample weights with the same rank, where one of them has an axis of length 1.

@@ -13,8 +13,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from ga_model._engine import Accumulation
-from ga_model._settings import UNCHANGED, Settings, passed
+from ga_model._engine import Backend
+from ga_model._settings import UNCHANGED, passed
 from ga_model._wrap import accumulate
 from ga_model.base._call_again import Attributes
 from ga_model.base._identity import unique
@@ -23,10 +23,10 @@ from ga_model.check import _diagnosis
 from ga_model.check._equivalence_report import EquivalenceReport, VariableDifference
 from ga_model.check._plan import Plan, make_plan
 from ga_model.check._randomness import Randomness, shared_randomness
-from ga_model.core.backend import Backend
 from ga_model.core.batch import part_of
 from ga_model.core.models import optimizers_in
 from ga_model.core.of_user import others_of_user
+from ga_model.core.proof.windows import rounded
 from ga_model.tools._difference import change, relative_differences
 
 # The attributes of a model that accumulation sets, or that were traced with its settings.
@@ -254,7 +254,7 @@ def _left_as_it_was(model: Any, plan: Plan) -> Iterator[None]:
     strategy = getattr(model, "distribute_strategy", None)  # on TensorFlow
     try:
         with contextlib.nullcontext() if strategy is None else strategy.scope():
-            backend = Accumulation(model, Settings()).backend
+            backend = Backend(model)
             before = backend.state() if is_built(model, model.metrics) else None
             _build(model, backend, part_of(plan.data, 0, plan.microbatch_rows))
             if before is not None:
@@ -314,11 +314,8 @@ def _add_rounding_errors(model: Any) -> None:
     generator = np.random.default_rng(0)
     for variable in model.weights:
         if variable.dtype in _ROUNDING:
-            value = _value_of(variable)
-            finite = np.where(np.isfinite(value), value, 0)
             error = _ROUNDING[_coarser(str(variable.dtype), computed_in[id(variable)])]
-            sign = generator.choice([-error, error], size=value.shape)
-            variable.assign((value + finite * sign).astype(value.dtype))
+            variable.assign(rounded(_value_of(variable), error, generator))
 
 
 def _compute_dtypes(model: Any) -> dict[int, str]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from ga_model._engine import Accumulation
+from ga_model._engine import Backend
 from ga_model._settings import Settings
 from ga_model._wrap import check_model
 from ga_model.base import _validate
@@ -50,7 +50,7 @@ def make_plan(model: Any, data: Any, batch_size: Any, updates: Any, **settings: 
             f"Received: {model.name!r}, which is not compiled. "
             "Call `model.compile()` with an optimizer and a loss first."
         )
-    backend = Accumulation(model, Settings()).backend
+    backend = Backend(model)
     if not backend.trains_alone or backend.num_devices > 1:
         raise NotImplementedError(
             "`check_equivalence` compares with plain Keras on one device. "

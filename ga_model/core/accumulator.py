@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import keras
@@ -12,7 +12,7 @@ from keras import ops
 from ga_model.base import _numbers, _validate
 from ga_model.base._internals import raw
 from ga_model.core import messages
-from ga_model.core.window import Sums
+from ga_model.core.window import Sums, shrunk
 
 
 class Accumulator:
@@ -25,6 +25,7 @@ class Accumulator:
 
     _tensor_type: type | tuple[type, ...]
     _source: str  # of gradients, for messages
+    _added: Callable[..., list[Any]]  # `added`, as the backend runs it
 
     variables: list[Any]
     num_microbatches: Any
@@ -92,11 +93,6 @@ class Accumulator:
                 unit=unit,
             )
         self._sums = sums
-
-    def _added(self, sums: list[Any], gradients: list[Any], weight: float, shrink: float) -> Any:
-        """Return `sum * shrink + gradient * weight` for each sum, or the sum if there is no
-        gradient. The sums are not to be used again."""
-        raise NotImplementedError
 
     def mean(self) -> list[Any]:
         """Return the window's gradient, one tensor or None per variable, in its dtype.
@@ -171,6 +167,18 @@ class Accumulator:
             return float(ops.stop_gradient(weight) if is_tensor else weight)
         except (TypeError, ValueError):
             raise ValueError(messages.weight_message(weight)) from None
+
+
+def added(sums: list[Any], gradients: list[Any], weight: Any, shrink: Any) -> list[Any]:
+    """Return `sum * shrink + gradient * weight` of each sum, which is not to be used again."""
+
+    def of_one(total: Any, gradient: Any) -> Any:
+        if gradient is None:
+            return shrunk(total, shrink)
+        weighted = ops.cast(gradient, total.dtype) * _numbers.like(total, weight)
+        return _numbers.added(total, weighted, shrink)
+
+    return list(map(of_one, sums, gradients))
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from ga_model.base import _validate
+from ga_model.base import _numbers, _validate
 from ga_model.base._internals import add_note
 from ga_model.core.backend import Backend
 from ga_model.tools import _memory
@@ -99,18 +99,19 @@ class SizeTrials:
     size, which is at most twice the last.
 
     Args:
+        weights: the variables that are trained.
         run: runs two microbatches of so many samples, and changes nothing.
 
     Attributes:
         error: the last failure, if any was not predicted.
     """
 
-    def __init__(self, backend: Backend, run: Callable[[int], None]) -> None:
+    def __init__(self, backend: Backend, weights: list[Any], run: Callable[[int], None]) -> None:
         self.error: Exception | None = None
         self._backend = backend
         self._run = run
         self._is_measured = backend.is_on_cpu
-        self._least = backend.num_bytes_of_sums  # of the first size, which do not grow
+        self._least = sum(map(_num_bytes_of_sum, weights))  # of the first size, which do not grow
         self._rises: dict[int, int] = {}
         self._start: int | None = None
         self._held = 0  # freed memory that the process had kept, and that trials take first
@@ -170,6 +171,12 @@ class SizeTrials:
         if self._start is not None:
             self._rises[size] = _memory.peak_memory() - self._start
         self._has_begun = True
+
+
+def _num_bytes_of_sum(weight: Any) -> int:
+    """Return how many bytes a window's sum of gradients takes."""
+    is_double = _numbers.sum_dtype(weight.dtype) == "float64"
+    return math.prod(weight.shape) * (8 if is_double else 4)
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> tuple[int, int | None]:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from ga_model.base import _numbers
 from ga_model.base._call_again import PythonState
 from ga_model.base._context import ThreadValue, is_unnoted
 from ga_model.base._identity import unique
 from ga_model.base._internals import mask_of, set_mask, value_in
-from ga_model.core.backend_types import Function, GradientSums, Group, State
+from ga_model.base._method_patch import MethodPatch
+from ga_model.core.backend_types import GROUPS, Applied, Function, GradientSums, Group, State
 from ga_model.core.batch import Batch
 from ga_model.core.models import optimizers_in, recording_of_thread
 from ga_model.core.of_user import others_of_user
+from ga_model.core.stand_ins import APPLY, SCALE_LOSS
 
 if TYPE_CHECKING:
     from ga_model.core.call_types import IsolatedCall, Split, Traced
     from ga_model.core.proof.noted import Draws, Noted
-    from ga_model.core.recorder import Applied
+    from ga_model.core.recorder import Recording
     from ga_model.core.window import Amount, Rows, Sums
 
 
@@ -33,8 +33,9 @@ class Backend(ABC):
     has come to, they take as arguments and return: nests of tensors.
 
     Attributes:
-        optimizer_stand_in: the class of what stands in for optimizers while a step is recorded.
+        recorded_methods: what stands in for methods of optimizers while a step is recorded.
         methods_of_step: names of the model's methods that make its step, and what it logs.
+        of_step: the groups of variables that a recorded step reads.
         noted_by: the class of `Noted` that runs code and notes what it divides by.
         num_devices: devices that share the samples of each microbatch evenly.
         num_processes: processes that make updates together, each of windows of its own samples.
@@ -46,8 +47,9 @@ class Backend(ABC):
         present_batch: the batch that is trained, as it came, while it is, or None.
     """
 
-    optimizer_stand_in: type
+    recorded_methods: tuple[MethodPatch, ...] = (SCALE_LOSS, *APPLY)
     methods_of_step: tuple[str, ...] = ("train_step", "compute_metrics", "get_metrics_result")
+    of_step: tuple[Group, ...] = GROUPS
     noted_by: type[Noted]
     num_devices = 1
     num_processes = 1
@@ -64,11 +66,6 @@ class Backend(ABC):
         self._made: dict[Any, Callable[..., Any]] = {}  # what was compiled, by its name
 
     # What is compiled.
-
-    @property
-    @abstractmethod
-    def of_step(self) -> tuple[Group, ...]:
-        """The groups of variables that a recorded step reads."""
 
     def compiled(
         self,
@@ -129,8 +126,7 @@ class Backend(ABC):
         return data
 
     def traces_otherwise(self, error: Exception) -> bool | None:
-        """Return whether functions will be traced otherwise after an error, None if it has not to
-        do with tracing."""
+        """Return whether functions are traced otherwise after an error, None if it is of others."""
         return None
 
     def placed(self, data: Any) -> Any:
@@ -151,6 +147,18 @@ class Backend(ABC):
             Its logs, and the non-trainable variables that it has written to.
         """
 
+    @contextlib.contextmanager
+    def recording_optimizers(self) -> Iterator[None]:
+        """Return a context in which the model's optimizers give gradients to a recording."""
+        with contextlib.ExitStack() as stack:
+            for method in self.recorded_methods:
+                stack.enter_context(method.of(optimizers_in(vars(self._model))))
+            yield
+
+    def take(self, recording: Recording, applied: Applied, gradients: list[Any]) -> None:
+        """Give a recording the gradients that a step applies, and make the update of a trial."""
+        raise NotImplementedError
+
     def noting(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], draws: Draws | None = None
     ) -> tuple[Any, Noted]:
@@ -166,6 +174,10 @@ class Backend(ABC):
         """
         noted = self.noted_by(draws)
         return noted.run(function, arguments), noted
+
+    def running_step(self) -> AbstractContextManager[None]:
+        """Return a context in which a `train_step` runs as it is."""
+        return self._is_running_step.set(True)
 
     def is_running_step(self) -> bool:
         """Return whether a `train_step` that runs here is run by the core."""
@@ -249,10 +261,7 @@ class Backend(ABC):
 
     def apply(self, applied: Applied, gradients: list[Any]) -> None:
         """Apply an optimizer, as the step did, to gradients of its variables, tensors or None."""
-        if applied.via_apply_gradients:
-            applied.optimizer.apply_gradients(zip(gradients, applied.variables))
-        else:
-            applied.optimizer.apply(gradients, list(applied.variables))
+        applied.again(gradients)
 
     def joined(self, rows: Sequence[Rows], unit: Any) -> Rows:
         """Return all rows of a window as one sparse gradient in a unit."""
@@ -287,6 +296,24 @@ class Backend(ABC):
     @abstractmethod
     def check(self) -> None:
         """Raise ValueError if the model cannot be accumulated here."""
+
+    # Around `fit`.
+
+    def begin_epoch(self, epoch: int, is_first: bool) -> None:  # noqa: B027
+        """Note that an epoch of `fit` begins, perhaps its first.
+
+        Raises:
+            RuntimeError: others that train the model together with this process begin another one.
+        """
+
+    def explain(self, error: BaseException) -> None:  # noqa: B027
+        """Add to an error of `fit` what is known of its cause."""
+
+    def finish_fit(self) -> None:  # noqa: B027
+        """Note that `fit` has trained its last epoch."""
+
+    def end_fit(self) -> None:  # noqa: B027
+        """Note that `fit` has ended, perhaps by an error."""
 
     # Calls of layers, where `core.layer_calls` splits them.
 
@@ -348,13 +375,6 @@ class Backend(ABC):
     @abstractmethod
     def is_on_cpu(self) -> bool:
         """Whether the model is, where allocations that fail may end the process."""
-
-    @property
-    def num_bytes_of_sums(self) -> int:
-        """Bytes of a window's sums of gradients."""
-        weights = self._model.trainable_variables
-        sizes = (8 if _numbers.sum_dtype(v.dtype) == "float64" else 4 for v in weights)
-        return sum(math.prod(v.shape) * size for v, size in zip(weights, sizes))
 
     def wait_for(self, nest: Any) -> None:  # noqa: B027
         """Wait until a nest of tensors is computed, where an allocation may fail after a call."""

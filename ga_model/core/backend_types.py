@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 # The variables of a model: those that are trained, its others, of its optimizer, of its metrics.
@@ -28,6 +28,27 @@ class Function(NamedTuple):
     updates: tuple[Group, ...]
     consumes: bool
     discards: bool
+
+
+class Applied(NamedTuple):
+    """What a step has applied an optimizer to.
+
+    Attributes:
+        optimizer: the optimizer.
+        variables: those that it updates, in the order of their gradients.
+        via_apply_gradients: whether `apply_gradients` was called, and not `apply`.
+    """
+
+    optimizer: Any
+    variables: tuple[Any, ...]
+    via_apply_gradients: bool = False
+
+    def again(self, gradients: Sequence[Any]) -> None:
+        """Apply the optimizer, as the step did, to gradients of its variables, tensors or None."""
+        if self.via_apply_gradients:
+            self.optimizer.apply_gradients(zip(gradients, self.variables))
+        else:
+            self.optimizer.apply(gradients, list(self.variables))
 
 
 class GradientSums(Protocol):

@@ -46,13 +46,12 @@ class Split(NamedTuple):
 
     Attributes:
         layer: the layer that it calls.
-        function: takes `carried`, `fixed` and some samples; returns new values for the first, and a
-            `Traced`.
+        function: takes `carried`, `fixed`, some samples, and their share of all; returns new values
+            for the first, and a `Traced` whose losses are those of all samples when added up.
         carried: tensors that go from one microbatch to the next.
         fixed: tensors that all have.
         samples: tensors that have the samples on axis 0.
         size: samples of a microbatch.
-        are_sums: of each loss in a `Traced`, whether it is a sum, and no mean.
         most: as `splitting_calls` takes it.
     """
 
@@ -62,5 +61,4 @@ class Split(NamedTuple):
     fixed: list[Any]
     samples: list[Any]
     size: int
-    are_sums: list[bool]
     most: int | None

@@ -12,18 +12,17 @@ import keras
 from ga_model._settings import Settings
 from ga_model.base import _numbers
 from ga_model.core import messages
-from ga_model.core.automatic import FoundSize, SizeTrials, torn_message
+from ga_model.core.automatic import SizeTrials, torn_message
 from ga_model.core.backend import Backend
+from ga_model.core.backend_types import Applied
 from ga_model.core.batch import Batch
 from ga_model.core.findings import Findings, FoundOtherwiseError, Known
 from ga_model.core.losses import NeedsTrialError
 from ga_model.core.model_state import ModelState
 from ga_model.core.models import is_of_keras, optimizers_in
 from ga_model.core.modes import Mode, NeedsTotalsError, Numbers, Structure
-from ga_model.core.noise import GradientNoise
 from ga_model.core.proof.own_code import has_code_of_user
 from ga_model.core.proof.runner import Step
-from ga_model.core.recorder import Applied
 from ga_model.core.steps import Steps
 from ga_model.core.updates import Counters, Updates, count
 from ga_model.core.weights_watch import WeightsWatch
@@ -34,23 +33,17 @@ class Driver(ModelState):
     """Trains a compiled model batch by batch, and keeps the state between batches.
 
     Args:
-        model, settings: as `ModelState` takes them.
+        model, settings, backend: as `ModelState` takes them.
 
     Attributes:
-        backend_type: the class of that.
-        backend: what the model runs on.
         steps: what is compiled for microbatches.
         updates: what is for logs and updates.
     """
 
-    backend_type: type[Backend]
     window: Window | None
 
-    def __init__(self, model: Any, settings: Settings) -> None:
-        super().__init__(model, settings)
-        backend = self.backend = self.backend_type(model)
-        self.automatic_size = FoundSize()
-        self.noise = GradientNoise()
+    def __init__(self, model: Any, settings: Settings, backend: Backend) -> None:
+        super().__init__(model, settings, backend)
         self.updates = Updates(model, backend)
         self.steps = Steps(model, backend, self.updates.logs_of)
         self._structure: Structure | None = None
@@ -180,7 +173,8 @@ class Driver(ModelState):
         found.size = None
         try:
             with self.holding_back() as messages:
-                found.find(self._model, rows, SizeTrials(self.backend, run))
+                trials = SizeTrials(self.backend, self._model.trainable_variables, run)
+                found.find(self._model, rows, trials)
         except BaseException:
             found.restart()
             raise
@@ -318,8 +312,7 @@ class Driver(ModelState):
             return is_end
         assert structure is not None
         if noise is not None and sums.squares:
-            estimates = [noise.of(a.optimizer) for a in applied]
-            self.updates.measure(structure, estimates, sums)
+            self.updates.measure(structure, noise, sums)
         self.updates.look_at_scale(structure, sums)
         counters = self.counters or Counters(*(_numbers.int32(0) for _ in Counters._fields))
         if self.settings.skip_nonfinite and not int(sums.num_counted):
@@ -341,9 +334,6 @@ class Driver(ModelState):
                     pass
         self.warn_of_what_was_done()
 
-    def _has_replicas(self) -> bool:
-        return self.backend.num_replicas > 1
-
     # Steps that the driver does not run.
 
     def run_step(self, train_step: Callable[..., Any], *args: Any) -> Any:
@@ -355,7 +345,8 @@ class Driver(ModelState):
         if self.backend.is_running_step():
             return train_step(*args)
         if self.is_plain():
-            return self.backend.run_plain(train_step, self.updates.after_update, *args)
+            with self.backend.running_step():
+                return self.backend.run_plain(train_step, self.updates.after_update, *args)
         if self.backend.is_driven_by_python():
             return self.train(iter(args), 1)
         raise RuntimeError(messages.own_loop_message(self._model.name))

@@ -282,23 +282,24 @@ class LayerCall:
         written = list(self._written)
 
         def run(
-            carried: list[Any], fixed: list[Any], samples: list[Any]
+            carried: list[Any], fixed: list[Any], samples: list[Any], share: Any
         ) -> tuple[list[Any], Traced]:
             values = list(fixed)
             for place, value in zip(written, carried):
                 values[place] = value
             state, traced = self._run(values, samples)
-            if len(traced.losses) != len(are_sums):
+            if len(traced.losses) != len(self.kinds):
                 raise NotByRowsError("it adds another number of losses than before")
-            return [state[place] for place in written], traced
+            losses = [
+                ops.sum(loss) * (1.0 if kind == "sum" else _numbers.like(loss, share))
+                for loss, kind in zip(traced.losses, self.kinds)
+            ]
+            return [state[place] for place in written], traced._replace(losses=losses)
 
         begun = [self._state[place] for place in written]
-        are_sums = [kind == "sum" for kind in self.kinds]
-        given = self._layer, run, begun, self._fixed, self.samples
+        given = self._layer, run, begun, self._fixed, self.samples, self._size, most
         try:
-            carried, traced = self._backend.by_microbatches(
-                Split(*given, self._size, are_sums, most)
-            )
+            carried, traced = self._backend.by_microbatches(Split(*given))
         except BaseException:
             self._python.put_back()
             raise

@@ -41,6 +41,7 @@ class MetricCalls:
     Attributes:
         updates: of metrics by one number each, which wait for the full batch.
         results: tensors that metrics gave, with the metric, and the key if it gave a dict.
+        terms: of the compiled loss that is computed, by the ids of the metrics that track them.
     """
 
     def __init__(
@@ -50,9 +51,12 @@ class MetricCalls:
         self._waits = waits
         self.updates: list[MetricCall] = []
         self.results: list[tuple[Any, Any, str | None]] = []
+        self.terms: dict[int, list[Any]] = {}
 
-    def update(self, metric: Any, value: Any, sample_weight: Any, term: Any = None) -> None:
-        """Note an update. `term` is the loss term that `value` is of, if it is one's."""
+    def update(self, metric: Any, value: Any, sample_weight: Any) -> None:
+        """Note an update."""
+        terms = self.terms.get(id(metric))  # Keras updates it right after the loss
+        term = terms[-1] if terms else None
         call = MetricCall(metric, keras.ops.stop_gradient(value), sample_weight, term)
         self.updates.append(call)
         if not self._waits:

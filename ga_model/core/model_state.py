@@ -11,6 +11,7 @@ from ga_model._settings import Settings, passed
 from ga_model.base import _validate
 from ga_model.core import messages
 from ga_model.core.automatic import FoundSize
+from ga_model.core.backend import Backend
 from ga_model.core.models import optimizers_in
 from ga_model.core.noise import GradientNoise
 from ga_model.core.updates import Counters
@@ -25,6 +26,7 @@ class ModelState:
     Args:
         model: the `AccumulatingModel`.
         settings: its settings.
+        backend: what it runs on.
 
     Attributes:
         settings: as they are asked for. See `size` for the one that may have to be found.
@@ -38,12 +40,10 @@ class ModelState:
         held_back: warnings for later, in their order, or None.
     """
 
-    automatic_size: FoundSize
-    noise: GradientNoise
-
-    def __init__(self, model: Any, settings: Settings) -> None:
-        self._model = model
+    def __init__(self, model: Any, settings: Settings, backend: Backend) -> None:
+        self._model, self.backend = model, backend
         self.settings = settings
+        self.automatic_size, self.noise = FoundSize(), GradientNoise()
         self.window: Any = None
         self.counters: Counters | None = None
         self.is_scheduled = self.is_verbose = False
@@ -83,6 +83,8 @@ class ModelState:
 
     def accumulates(self) -> bool:
         """Return whether it is a part of a window of several."""
+        if self.backend.num_processes > 1:
+            return True
         return self.settings.accumulation_steps > 1 or self.has_open_window()
 
     def is_plain(self) -> bool:
@@ -154,34 +156,19 @@ class ModelState:
         model = self._model
         if model.num_skipped_microbatches:
             is_regularized = any(getattr(w, "regularizer", None) for w in model.trainable_weights)
-            model._warn_once(_skipped_message(model.name, self._has_replicas() and is_regularized))
+            has_shares = self.backend.num_replicas > 1 and is_regularized
+            model._warn_once(_skipped_message(model.name, has_shares))
         counters = self.counters
         if counters is not None and int(counters.lost):
             model._warn_once(messages.lost_term_message(model.name))
         if counters is not None and int(counters.unlike):
             model._warn_once(messages.unlike_entries_message(model.name))
 
-    def _has_replicas(self) -> bool:
-        """Return whether several replicas train the model in this process."""
-        return False
-
-    def begin_epoch(self, epoch: int, is_first: bool) -> None:
-        """Note that an epoch of `fit` begins, perhaps its first.
-
-        Raises:
-            RuntimeError: others that train the model together with this process begin another one.
-        """
-
-    def explain(self, error: BaseException) -> None:
-        """Add to an error of `fit` what is known of its cause."""
-
-    def finish_fit(self) -> None:
-        """Note that `fit` has trained its last epoch."""
-
     def end_fit(self) -> None:
         """Forget what is for the present `fit` only."""
         self.is_scheduled = self.is_verbose = False
         self.noise.stop()
+        self.backend.end_fit()
 
 
 def _accumulates_itself_message(optimizer: str, steps: int) -> str:

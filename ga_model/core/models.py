@@ -14,7 +14,7 @@ recording_of_thread = ThreadValue()  # the `Recording` that runs in this thread
 
 
 def unrecorded() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which attributes of models have no stand-ins."""
+    """Return a context in which nothing of models has a stand-in."""
     return recording_of_thread.set(None)
 
 

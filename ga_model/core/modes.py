@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ga_model.core.backend_types import Applied
 from ga_model.core.proof.verdict import Verdict
-from ga_model.core.recorder import Applied, Update
+from ga_model.core.recorder import Update
 from ga_model.core.statistics import Call
 
 

@@ -100,32 +100,12 @@ def _dense(gradient: Any, variable: Any) -> Any:
     return _numbers.dense(gradient.values, gradient.indices, variable.shape)
 
 
-class Estimate:
-    """The averages for one optimizer, which no batch waits for.
-
-    Args:
-        decay: of the averages.
-
-    Attributes:
-        sums: of what was seen, times what each still counts, a vector; the entry before the last is
-            of ones, and the last is the number of windows.
-    """
-
-    def __init__(self, decay: float) -> None:
-        self.decay = decay
-        self.sums = ops.zeros(5)
-
-    def averages(self) -> Averages:
-        trace, norm, size, weight, number = map(float, ops.convert_to_numpy(self.sums))
-        if not number:
-            return Averages()
-        return Averages(trace / weight, norm / weight, size / weight, int(number))
-
-
 def averaged(before: Any, decay: Any, squares: Squares, weight: Any, norm: Any) -> Any:
-    """Return the sums of an `Estimate` after one more window.
+    """Return the sums of an optimizer after one more window.
 
     Args:
+        before: of what was seen, times what each still counts, a vector; the entry before the last
+            is of ones, and the last is the number of windows.
         decay: of the averages.
         squares: of its microbatches: the sum of n_i * |g_i|^2, and K.
         weight: N, the sum of the weights.
@@ -143,9 +123,10 @@ def averaged(before: Any, decay: Any, squares: Squares, weight: Any, norm: Any) 
 
 
 class GradientNoise:
-    """The estimates of a model, one for each optimizer, and who asked for them.
+    """The estimates of a model, one for each optimizer, and who asked for them. No batch waits.
 
     Attributes:
+        decay: of the averages.
         asked_by: the callback that measures now, or None.
         last_asked_by: the one that measured last, whose numbers these are.
     """
@@ -153,24 +134,33 @@ class GradientNoise:
     def __init__(self) -> None:
         self.asked_by: Any = None
         self.last_asked_by: Any = None
-        self._decay = 0.0
-        self._estimates: dict[int, tuple[Any, Estimate]] = {}
+        self.decay = 0.0
+        self._sums: dict[int, tuple[Any, Any]] = {}  # and optimizers, by the ids of these
 
     def start(self, asked_by: Any, decay: float) -> None:
         """Begin to measure, or go on where the same callback ended."""
         if asked_by is not self.last_asked_by:
-            self._decay, self._estimates = decay, {}
+            self.decay, self._sums = decay, {}
         self.asked_by = self.last_asked_by = asked_by
 
     def stop(self) -> None:
         self.asked_by = None
 
-    def of(self, optimizer: Any) -> Estimate:
-        """Return the optimizer's estimate, made on first use."""
-        if id(optimizer) not in self._estimates:
-            self._estimates[id(optimizer)] = (optimizer, Estimate(self._decay))
-        return self._estimates[id(optimizer)][1]
+    def of(self, optimizer: Any) -> Any:
+        """Return the sums of an optimizer, as `averaged` has them."""
+        _, sums = self._sums.get(id(optimizer)) or (optimizer, ops.zeros(5))
+        return sums
+
+    def set(self, optimizer: Any, sums: Any) -> None:
+        self._sums[id(optimizer)] = optimizer, sums
 
     def averages(self) -> list[tuple[Any, Averages]]:
         """Return the optimizers and their averages."""
-        return [(optimizer, found.averages()) for optimizer, found in self._estimates.values()]
+        return [(optimizer, _averages_of(sums)) for optimizer, sums in self._sums.values()]
+
+
+def _averages_of(sums: Any) -> Averages:
+    trace, norm, size, weight, number = map(float, ops.convert_to_numpy(sums))
+    if not number:
+        return Averages()
+    return Averages(trace / weight, norm / weight, size / weight, int(number))

@@ -1,6 +1,6 @@
 """Record the gradients and the loss of an unchanged `train_step`.
 
-Attributes of the model answer with stand-ins while a step is recorded. Weights and numbers are
+Methods of optimizers are replaced while a step is recorded. Weights and numbers are
 noted where losses are computed, which on JAX is inside of what it differentiates, from where
 tracers must not escape: `stop_gradient` gives those of the trace outside.
 """
@@ -21,9 +21,10 @@ from ga_model.base._identity import is_in, unique
 from ga_model.base._internals import copy_of, loss_tracker, overwrites, unscaled_for_replicas
 from ga_model.core import messages
 from ga_model.core.backend import Backend
+from ga_model.core.backend_types import Applied
 from ga_model.core.losses import Kinds, Position, StepLosses
 from ga_model.core.metric_calls import MetricCalls, give, noting_results, waiting
-from ga_model.core.models import instances_in, recording_of_thread
+from ga_model.core.models import instances_in, recording_of_thread, unrecorded
 from ga_model.core.of_user import parts_of
 from ga_model.core.stand_ins import observed_loss
 from ga_model.core.window import Amount, Largest, shrinkage, with_values
@@ -51,20 +52,6 @@ class Update(NamedTuple):
         if not self.is_sum:
             count = _numbers.like(amount.value(), amount.num_added > 0)
         return amount.value() * count, count
-
-
-class Applied(NamedTuple):
-    """What a step has applied an optimizer to.
-
-    Attributes:
-        optimizer: the optimizer.
-        variables: those that it updates, in the order of their gradients.
-        via_apply_gradients: whether `apply_gradients` was called, and not `apply`.
-    """
-
-    optimizer: Any
-    variables: tuple[Any, ...]
-    via_apply_gradients: bool = False
 
 
 def by_optimizer(
@@ -146,12 +133,12 @@ class Recording:
         for copy in self._copies:
             vars(copy)["_terms"] = []
         self.gradients, self._copies, self._loss = [], [], None
-        self._metrics.updates, self._metrics.results = [], []
+        self._metrics.updates, self._metrics.results, self._metrics.terms = [], [], {}
         self.losses.release()
 
     def scale_loss(self, optimizer: Any, loss: Any) -> Any:
         """Fold the microbatch's weight into the loss, then scale it, as `_scale_loss` has it."""
-        with self.backend.unnoted(), self.backend.calling_model():
+        with self.backend.unnoted(), unrecorded(), self.backend.calling_model():
             return self._scale_loss(optimizer, loss)
 
     def _scale_loss(self, optimizer: Any, loss: Any) -> Any:
@@ -186,18 +173,11 @@ class Recording:
             self._loss = _numbers.where(weight == 0, 0.0, numerator), weight
         return optimizer.scale_loss(terms.fold(loss, relative, position.is_first))
 
-    def apply(
-        self,
-        optimizer: Any,
-        gradients: Any,
-        variables: Any,
-        via_apply_gradients: bool = False,
-        values: Any = None,
-    ) -> None:
+    def apply(self, applied: Applied, gradients: Sequence[Any], values: Any = None) -> None:
         """Keep the gradients that an optimizer would apply.
 
         Args:
-            optimizer, gradients, variables, via_apply_gradients: as `Applied` has them.
+            gradients: of the variables, tensors or None.
             values: of the optimizer's variables, or None: as they are.
 
         Raises:
@@ -205,7 +185,8 @@ class Recording:
         """
         if self._is_trial and self.applied:
             return
-        is_again = any(optimizer is applied.optimizer for applied in self.applied)
+        optimizer, variables, _ = applied
+        is_again = any(optimizer is other.optimizer for other in self.applied)
         if is_again or (self.applied and not self.backend.has_several_optimizers):
             message = messages.applied_twice_message(self.model.name, optimizer.name)
             raise CannotAccumulateError(message)
@@ -218,7 +199,7 @@ class Recording:
         if is_in(optimizer, self._divided):
             with self.backend.unnoted():
                 gradients = [with_values(g, self._times_parts) for g in gradients]
-        self.applied.append(Applied(optimizer, tuple(variables), via_apply_gradients))
+        self.applied.append(applied)
         self.gradients += [
             Largest(g) if g is not None and overwrites(v) else g
             for g, v in zip(gradients, variables)
@@ -368,5 +349,6 @@ def record(
         metrics = [*model.metrics, *instances_in(list(vars(model).values()), keras.metrics.Metric)]
         parts = [part for metric in metrics for part in (metric, *parts_of(metric))]
         results = noting_results.of(unique(parts))
-    with recording_of_thread.set(recording), waiting(recording._metrics), results:
+    optimizers = backend.recording_optimizers()
+    with recording_of_thread.set(recording), waiting(recording._metrics), results, optimizers:
         yield recording

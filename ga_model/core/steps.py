@@ -20,7 +20,6 @@ from ga_model.core.batch import Batch
 from ga_model.core.models import is_of_keras
 from ga_model.core.modes import Mode, Numbers, Structure
 from ga_model.core.recorded_step import RecordedStep
-from ga_model.core.stand_ins import watch_attributes
 from ga_model.core.window import Rows, Sums, is_list
 
 
@@ -65,7 +64,6 @@ class Steps:
             NeedsTrialError, NeedsTotalsError: a microbatch cannot run like this.
         """
         if not self._backend.traces:
-            watch_attributes(self._model)
             return None, None
         found, keys = [], []
         for index in sorted({0, batch.num_microbatches - 1}):
@@ -74,7 +72,6 @@ class Steps:
             if key not in self._seen:
                 unit, num_counted = _numbers.float64(0.0), _numbers.int32(0)
                 arguments = (unit, num_counted, data, numbers)
-                watch_attributes(self._model)
                 self.step.found = None
                 with forgetting_losses(self._model):
                     self._shapes[key] = self._recording(mode).shapes(arguments)

@@ -23,7 +23,7 @@ from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS
 from ga_model.core.modes import Structure
-from ga_model.core.noise import Estimate, averaged, squared_norm
+from ga_model.core.noise import GradientNoise, averaged, squared_norm
 from ga_model.core.recorder import by_optimizer, nested_logs
 from ga_model.core.splitting import splitting_calls
 from ga_model.core.window import Amount, Sums, is_list
@@ -99,12 +99,12 @@ class Updates:
 
     # Updates.
 
-    def measure(self, structure: Structure, estimates: list[Estimate], sums: Sums) -> None:
+    def measure(self, structure: Structure, noise: GradientNoise, sums: Sums) -> None:
         """Take a window into averages.
 
         Args:
             structure: what is known of its sums.
-            estimates: the averages, of each optimizer.
+            noise: has the averages.
             sums: what the microbatches of the window have come to.
         """
         measure = self._backend.compiled(
@@ -112,18 +112,20 @@ class Updates:
         )
         gradients = [self._joined(g, sums.unit) for g in sums.gradients]
         sums = sums._replace(amounts=[], moments=[], gradients=gradients)
-        before = [(estimate.sums, estimate.decay) for estimate in estimates]
-        of_one, *_ = self._backend.each(measure(before, sums))  # all have the same
-        for estimate, after in zip(estimates, of_one):
-            estimate.sums = after
+        before = [noise.of(applied.optimizer) for applied in structure.applied]
+        of_one, *_ = self._backend.each(measure(before, noise.decay, sums))  # all have the same
+        for applied, after in zip(structure.applied, of_one):
+            noise.set(applied.optimizer, after)
 
-    def _measure(self, structure: Structure, before: list[Any], sums: Sums) -> list[Any]:
+    def _measure(
+        self, structure: Structure, before: list[Any], decay: Any, sums: Sums
+    ) -> list[Any]:
         total, after = _numbers.where(sums.total == 0, 1.0, sums.total), []
         weight = sums.total * sums.unit * self._backend.num_replicas
         gradients, divisor = self._backend.sum_of_all(sums.gradients, total)
         parts = zip(before, sums.squares, by_optimizer(structure.applied, gradients))
         of_applied = (applied.variables for applied in structure.applied)
-        for ((earlier, decay), squares, (gradients, scale)), variables in zip(parts, of_applied):
+        for (earlier, squares, (gradients, scale)), variables in zip(parts, of_applied):
             norm = squared_norm(gradients, variables, scale) / divisor**2
             squares = squares._replace(total=squares.total * sums.unit)
             after.append(averaged(earlier, decay, squares, weight, norm))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 
-from ga_model.base import _numbers
 from ga_model.base._names import answering
-from ga_model.core.accumulator import Accumulator
-from ga_model.core.window import shrunk
+from ga_model.core.accumulator import Accumulator, added
 
 
 class GradientAccumulator(Accumulator):
@@ -51,6 +48,7 @@ class GradientAccumulator(Accumulator):
 
     _tensor_type = jax.Array
     _source = "what `jax.grad` returns for it"
+    _added = staticmethod(jax.jit(added, donate_argnums=0))
 
     @answering
     def __init__(self) -> None:
@@ -63,20 +61,6 @@ class GradientAccumulator(Accumulator):
     def _number(self, weight: Any) -> float:
         _check_not_compiled(weight)
         return super()._number(weight)
-
-    def _added(self, sums: list[Any], gradients: list[Any], weight: float, shrink: float) -> Any:
-        return _added(sums, gradients, weight, shrink)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _added(sums: list[Any], gradients: list[Any], weight: Any, shrink: Any) -> list[Any]:
-    def added(total: Any, gradient: Any) -> Any:
-        if gradient is None:
-            return shrunk(total, shrink)
-        weighted = gradient.astype(total.dtype) * _numbers.like(total, weight)
-        return _numbers.added(total, weighted, shrink)
-
-    return list(map(added, sums, gradients))
 
 
 def _check_not_compiled(value: Any) -> None:

@@ -16,29 +16,25 @@ from ga_model.backends.jax.noting import UNNOTED, Noting
 from ga_model.base._internals import counter_of, scope_of, stateless_scope, value_in
 from ga_model.base._internals_jax import MORE_METHODS_OF_STEP, leave_values, put_values_back
 from ga_model.core.backend import Backend
-from ga_model.core.backend_types import GROUPS, Function, Group
+from ga_model.core.backend_types import GROUPS, Applied, Function, Group
 from ga_model.core.proof.noted import Draws, Noted
-from ga_model.core.recorder import Applied
-from ga_model.core.stand_ins import OptimizerStandIn
+from ga_model.core.stand_ins import SCALE_LOSS, recorded
 
 
-class StandIn(OptimizerStandIn):
-    """Stands in for the optimizer while a step is traced."""
-
-    def stateless_apply(
-        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
-    ) -> tuple[Any, Any]:
-        optimizer, recording = self._original, self._recorder
-        variables = recording.model.trainable_variables
-        recording.apply(optimizer, grads, variables, values=optimizer_variables)
-        if not recording.is_moving:
-            return trainable_variables, optimizer_variables
-        rate = recording.rate_of(grads, trainable_variables)
-        with recording.backend.unnoted():
-            moved = [_moved(*pair, rate) for pair in zip(trainable_variables, grads)]
-        counter = counter_of(optimizer)
-        pairs = zip(optimizer.variables, optimizer_variables)
-        return moved, [x + (rate != 0).astype(x.dtype) if v is counter else x for v, x in pairs]
+def _stateless_apply(
+    recording: Any, optimizer: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
+) -> tuple[Any, Any]:
+    """Give a recording the gradients that a step applies, and make the update of a trial."""
+    applied = Applied(optimizer, tuple(recording.model.trainable_variables))
+    recording.apply(applied, grads, values=optimizer_variables)
+    if not recording.is_moving:
+        return trainable_variables, optimizer_variables
+    rate = recording.rate_of(grads, trainable_variables)
+    with recording.backend.unnoted():
+        moved = [_moved(*pair, rate) for pair in zip(trainable_variables, grads)]
+    counter = counter_of(optimizer)
+    pairs = zip(optimizer.variables, optimizer_variables)
+    return moved, [x + (rate != 0).astype(x.dtype) if v is counter else x for v, x in pairs]
 
 
 def _moved(weight: Any, gradient: Any, rate: Any) -> Any:
@@ -54,7 +50,7 @@ class JaxBackend(Backend):
     During `fit`, Keras takes them out of the variables and passes them to the train function.
     """
 
-    optimizer_stand_in = StandIn
+    recorded_methods = SCALE_LOSS, recorded("stateless_apply", _stateless_apply)
     methods_of_step = (*Backend.methods_of_step, *MORE_METHODS_OF_STEP)
     noted_by = Noting
     has_several_optimizers = False
@@ -71,7 +67,7 @@ class JaxBackend(Backend):
         return list(getattr(self._model, f"{group}_variables"))
 
     @property
-    def of_step(self) -> tuple[Group, ...]:
+    def of_step(self) -> tuple[Group, ...]:  # type: ignore[override]
         # Passing an optimizer's hundreds of arrays would cost time in each call.
         scale_loss = self._model.optimizer.__class__.scale_loss
         if scale_loss is keras.optimizers.Optimizer.scale_loss:
@@ -185,7 +181,7 @@ class JaxBackend(Backend):
         state = tuple(list(before[group]) for group in GROUPS)
         self._of_running = before
         try:
-            with self._is_running_step.set(True):
+            with self.running_step():
                 logs, state = self._model.train_step(state, data)
         finally:
             self._of_running = {}

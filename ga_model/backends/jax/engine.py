@@ -5,15 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ga_model.backends.hooks import CoreHooks
-from ga_model.backends.jax.adapter import JaxBackend
-from ga_model.core.driver import Driver
-
-
-class Accumulation(Driver):
-    """All that is kept for a model where Keras runs on JAX."""
-
-    backend_type = JaxBackend
-    backend: JaxBackend
 
 
 class Hooks(CoreHooks):

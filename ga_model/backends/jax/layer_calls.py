@@ -25,42 +25,30 @@ OF_BRIEF = {"xla_backend_optimization_level": 0}
 
 def by_microbatches(split: Split) -> tuple[list[Any], Traced]:
     """Run a function by microbatches: see `Backend.by_microbatches`."""
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def run(carried: list[Any], samples: list[Any]) -> tuple[list[Any], Traced]:
-        return split.function(carried, split.fixed, samples)
-
-    carried, samples, size, are_sums = split.carried, split.samples, split.size, split.are_sums
+    samples, size = split.samples, split.size
     rows = samples[0].shape[0]
     number, rest = divmod(rows, size)
+
+    def part(share: float) -> Any:
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def run(carried: list[Any], samples: list[Any]) -> tuple[list[Any], Traced]:
+            return split.function(carried, split.fixed, samples, share)
+
+        return run
+
     stacked = [a[: number * size].reshape(number, size, *a.shape[1:]) for a in samples]
-    carried, traced = jax.lax.scan(run, carried, stacked)
-    outputs, attached = jax.tree.map(lambda a: a.reshape(number * size, *a.shape[2:]), traced[:2])
-    moments = [Moments.of_stacked(m) for m in traced.moments]
-    found, shares = [Traced(outputs, attached, traced.losses, moments)], [size / rows]
+    carried, traced = jax.lax.scan(part(size / rows), split.carried, stacked)
+    found = jax.tree.map(lambda a: a.reshape(number * size, *a.shape[2:]), traced[:2])
+    losses = list(map(jnp.sum, traced.losses))
+    moments = list(map(Moments.of_stacked, traced.moments))
     if rest:
-        carried, traced = run(carried, [a[number * size :] for a in samples])
-        found.append(traced)
-        shares.append(rest / rows)
-    return carried, _joined(found, shares, are_sums)
-
-
-def _joined(found: list[Traced], shares: list[float], are_sums: list[bool]) -> Traced:
-    """Join the results of parts of the samples, whose microbatches have a share of them each."""
-    outputs, attached = jax.tree.map(
-        lambda *parts: jnp.concatenate(parts), *(part[:2] for part in found)
+        carried, last = part(rest / rows)(carried, [a[number * size :] for a in samples])
+        found = jax.tree.map(lambda *parts: jnp.concatenate(parts), found, last[:2])
+        losses = [a + b for a, b in zip(losses, last.losses)]
+        moments = [a.plus(b) for a, b in zip(moments, last.moments)]
+    return carried, traced._replace(
+        outputs=found[0], attached=found[1], losses=losses, moments=moments
     )
-    losses = [
-        sum(
-            jnp.sum(part.losses[place]) * (1.0 if is_sum else share)
-            for part, share in zip(found, shares)
-        )
-        for place, is_sum in enumerate(are_sums)
-    ]
-    moments = found[0].moments
-    for part in found[1:]:
-        moments = [first.plus(second) for first, second in zip(moments, part.moments)]
-    return Traced(outputs, attached, losses, moments)
 
 
 def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any]:

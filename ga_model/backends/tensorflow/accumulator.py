@@ -12,8 +12,8 @@ from ga_model.base._internals import overwrites, raw
 from ga_model.base._names import answering
 from ga_model.core import messages
 from ga_model.core.accumulator import Accumulator, nothing
+from ga_model.core.backend_types import Applied
 from ga_model.core.models import is_of_keras
-from ga_model.core.recorder import Applied
 from ga_model.core.window import Largest, Positions, Rows, shrinkage, shrunk, values_of, with_values
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import tensorflow as tf
 
-from ga_model.backends.tensorflow import layer_calls, optimizers, replicas, sparse
+from ga_model.backends.tensorflow import layer_calls, optimizers, replicas, sparse, workers
 from ga_model.backends.tensorflow.compiled import (
     AnySamples,
     Compiled,
@@ -37,47 +37,23 @@ from ga_model.base._internals import (
 from ga_model.base._internals_tf import graph_being_made, is_branch, noting_writes
 from ga_model.base._method_patch import MethodPatch
 from ga_model.core.backend import Backend
-from ga_model.core.backend_types import GROUPS, Function, Group, States
+from ga_model.core.backend_types import Applied, Function, States
 from ga_model.core.batch import Batch
 from ga_model.core.call_types import Split, Traced
 from ga_model.core.messages import inner_graph_message
 from ga_model.core.models import optimizers_in, unrecorded
-from ga_model.core.recorder import Applied, CannotAccumulateError
+from ga_model.core.recorder import CannotAccumulateError, Recording
 from ga_model.core.snapshots import state_variables
-from ga_model.core.stand_ins import OptimizerStandIn
 from ga_model.core.window import Amount, Largest, Rows, Sums, with_values
 
 
-class StandIn(OptimizerStandIn):
-    """Stands in for an optimizer while a step is recorded."""
-
-    def _take(
-        self, gradients: list[Any], variables: list[Any], via_apply_gradients: bool = False
-    ) -> None:
-        optimizer, recording = self._original, self._recorder
-        if is_branch(graph_being_made()):
-            raise CannotAccumulateError(inner_graph_message(recording.model.name))
-        if not optimizer.built:
-            optimizers.build_outside(optimizer, optimizer.build, variables, is_seen=True)
-        is_dense = recording.moves_by is not None
-        gradients = [
-            None if g is None else recording.backend.given(g, v, is_dense)
-            for g, v in zip(gradients, variables)
-        ]
-        super()._take(gradients, variables, via_apply_gradients)
-        if recording.is_moving:
-            rate = recording.rate_of(gradients, variables)
-            with recording.backend.unnoted():
-                _move(optimizer, gradients, variables, rate)
-
-
-def _move(optimizer: Any, gradients: list[Any], variables: list[Any], rate: Any) -> None:
+def _move(applied: Applied, gradients: list[Any], rate: Any) -> None:
     """Make the surrogate update of a trial."""
-    for variable, gradient in zip(variables, gradients):
+    for variable, gradient in zip(applied.variables, gradients):
         if gradient is not None:
             step = tf.math.multiply_no_nan(gradient, tf.cast(rate, gradient.dtype))
             raw(variable).assign_sub(tf.cast(step, raw(variable).dtype))
-    counter = raw(counter_of(optimizer))
+    counter = raw(counter_of(applied.optimizer))
     counter.assign_add(tf.cast(rate != 0, counter.dtype))
 
 
@@ -92,9 +68,7 @@ class TensorFlowBackend(Backend):
         is_for_any_samples: whether a graph is being made for any number of samples.
     """
 
-    optimizer_stand_in = StandIn
     noted_by = Noting
-    of_step: tuple[Group, ...] = GROUPS
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -209,7 +183,7 @@ class TensorFlowBackend(Backend):
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
         others = {id(raw(v)): v for v in self._model.non_trainable_variables}
         noting = noting_writes(list(map(raw, others.values())))
-        with self._is_running_step.set(True), noting as written:
+        with self.running_step(), noting as written:
             logs = self._model.train_step(data)
         return logs, [others[id(variable)] for variable in written]
 
@@ -257,7 +231,23 @@ class TensorFlowBackend(Backend):
 
     is_driven_by_python = staticmethod(tf.executing_eagerly)
 
-    def given(self, gradient: Any, variable: Any, is_dense: bool) -> Any:
+    def take(self, recording: Recording, applied: Applied, gradients: list[Any]) -> None:
+        optimizer, variables, _ = applied
+        if is_branch(graph_being_made()):
+            raise CannotAccumulateError(inner_graph_message(recording.model.name))
+        if not optimizer.built:
+            optimizers.build_outside(optimizer, optimizer.build, variables, is_seen=True)
+        is_dense = recording.moves_by is not None
+        gradients = [
+            None if g is None else self._given(g, v, is_dense) for g, v in zip(gradients, variables)
+        ]
+        recording.apply(applied, gradients)
+        if recording.is_moving:
+            rate = recording.rate_of(gradients, variables)
+            with self.unnoted():
+                _move(applied, gradients, rate)
+
+    def _given(self, gradient: Any, variable: Any, is_dense: bool) -> Any:
         """Return a gradient as the core takes it: dense, or with its rows if it is sparse."""
         if is_dense or not isinstance(gradient, tf.IndexedSlices):
             gradient = tf.convert_to_tensor(gradient)
@@ -320,6 +310,13 @@ class TensorFlowBackend(Backend):
 
         is_any = self.replicas is not None or not self.knows_number()  # shapes of layers show it
         Compiled(self, step).shapes((AnySamples(data) if is_any else data,))
+
+    def begin_epoch(self, epoch: int, is_first: bool) -> None:
+        if is_first:
+            workers.check_same_epoch(self._model.distribute_strategy, epoch)
+
+    def explain(self, error: BaseException) -> None:
+        workers.explain(error, self._model.distribute_strategy)
 
     # What is refused, or found out.
 

@@ -11,22 +11,6 @@ import tensorflow as tf
 
 from ga_model.backends.hooks import CoreHooks
 from ga_model.backends.tensorflow import workers
-from ga_model.backends.tensorflow.adapter import TensorFlowBackend
-from ga_model.core.driver import Driver
-
-
-class Accumulation(Driver):
-    """The driver on TensorFlow."""
-
-    backend_type = TensorFlowBackend
-    backend: TensorFlowBackend
-
-    def begin_epoch(self, epoch: int, is_first: bool) -> None:
-        if is_first:
-            workers.check_same_epoch(self._model.distribute_strategy, epoch)
-
-    def explain(self, error: BaseException) -> None:
-        workers.explain(error, self._model.distribute_strategy)
 
 
 class Hooks(CoreHooks):

@@ -38,7 +38,7 @@ class Microbatches:
     """Runs the function of a `Split` by microbatches, each compiled by XLA with `jit_compile`."""
 
     def __init__(self, split: Split, jit_compile: bool) -> None:
-        self._function, self._are_sums = split.function, split.are_sums
+        self._function = split.function
         self._carried, self._fixed, self._samples = split.carried, split.fixed, split.samples
         self._size, self._jit_compile = split.size, jit_compile
         if not all(isinstance(tensor, tf.Tensor) for tensor in (*self._samples, *self._fixed)):
@@ -106,16 +106,12 @@ class Microbatches:
     ) -> tuple[list[Any], Traced]:
         """Run the function on a microbatch, which is a share of all samples."""
         with self._in_call():
-            after, traced = self._function(carried, fixed, samples)
+            after, traced = self._function(carried, fixed, samples, share)
         if not all(isinstance(t, tf.Tensor) and t.shape.rank for t in traced.outputs):
             raise NotByRowsError("it returns tensors in an object that cannot be concatenated")
         after = [tf.cast(new, old.dtype) for new, old in zip(after, carried)]
-        losses = [
-            tf.reduce_sum(loss) * (1.0 if is_sum else tf.cast(share, loss.dtype))
-            for loss, is_sum in zip(traced.losses, self._are_sums)
-        ]
         moments = [Moments(*map(tf.convert_to_tensor, part)) for part in traced.moments]
-        return after, traced._replace(losses=losses, moments=moments)
+        return after, traced._replace(moments=moments)
 
     def _gradients_of_one(
         self,

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from ga_model.backends.tensorflow.replicas import copies, largest
-from ga_model.core.recorder import Applied
+from ga_model.core.backend_types import Applied
 from ga_model.core.window import Largest, Rows
 
 
@@ -62,16 +62,13 @@ def apply(applied: Applied, gradients: list[Any]) -> None:
     others zeros. With loss scaling, the others pass NaN where it is not finite. Otherwise machines
     would decide differently, and wait for each other for ever.
     """
-    optimizer, variables = applied.optimizer, list(applied.variables)
-    gradients = list(map(as_applied, gradients, variables))
+    optimizer = applied.optimizer
+    gradients = list(map(as_applied, gradients, applied.variables))
     is_scaled = hasattr(optimizer, "inner_optimizer")
     has_replicas = tf.distribute.get_strategy().num_replicas_in_sync > 1
     if has_replicas and (is_scaled or _clips(optimizer)):
         gradients = _sum_on_first_replica(gradients, shows_overflow=is_scaled)
-    if applied.via_apply_gradients:
-        optimizer.apply_gradients(zip(gradients, variables))
-    else:
-        optimizer.apply(gradients, variables)
+    applied.again(gradients)
 
 
 def _clips(optimizer: Any) -> bool:

@@ -9,8 +9,8 @@ import torch
 from ga_model.backends.torch import refusals
 from ga_model.backends.torch.process_group import num_processes, processes_of
 from ga_model.base._names import answering
-from ga_model.core.accumulator import Accumulator, check_optimizer
-from ga_model.core.recorder import Applied
+from ga_model.core.accumulator import Accumulator, added, check_optimizer
+from ga_model.core.backend_types import Applied
 from ga_model.core.window import Sums
 
 
@@ -53,6 +53,7 @@ class GradientAccumulator(Accumulator):
 
     _tensor_type = torch.Tensor
     _source = "what the backward pass leaves in `variable.value.grad`"
+    _added = staticmethod(torch.no_grad()(added))
 
     @answering
     def __init__(self, *, process_group: Any = None) -> None:
@@ -61,15 +62,6 @@ class GradientAccumulator(Accumulator):
         self._processes = processes_of(process_group)
         self._has_group = process_group is not None
         self._known: list[Any] = []  # variables of the last window
-
-    def _added(self, sums: list[Any], gradients: list[Any], weight: float, shrink: float) -> Any:
-        with torch.no_grad():
-            for total, gradient in zip(sums, gradients):
-                if total is not None and shrink != 1.0:
-                    total.mul_(shrink)
-                if gradient is not None:
-                    total.add_(gradient, alpha=weight)
-        return sums
 
     def apply(self, optimizer: Any, *, is_last: bool = False) -> None:
         """Update the variables with the window's gradient, and start the next window.

@@ -11,20 +11,19 @@ import keras
 import numpy as np
 import torch
 
-from ga_model.backends.torch import call_hooks, isolated_calls, layer_calls, refusals
+from ga_model.backends.torch import call_hooks, isolated_calls, layer_calls, optimizers, refusals
 from ga_model.backends.torch.gradient_sums import GradientSums
 from ga_model.backends.torch.noting import Noting
-from ga_model.backends.torch.optimizers import StandIn, TorchOptimizers
+from ga_model.backends.torch.optimizers import TorchOptimizers
 from ga_model.backends.torch.process_group import processes_of
 from ga_model.backends.torch.state import LeftGradients, State
 from ga_model.base._call_again import Attributes, PythonState
 from ga_model.base._internals import raw, stateless_scope
 from ga_model.base._internals_torch import times_written
 from ga_model.core.backend import Backend
-from ga_model.core.backend_types import Function, Group, States
+from ga_model.core.backend_types import Applied, Function, States
 from ga_model.core.call_types import Split, Traced
 from ga_model.core.models import optimizers_in
-from ga_model.core.recorder import Applied
 from ga_model.core.snapshots import state_variables
 from ga_model.core.window import Sums
 
@@ -40,14 +39,13 @@ class TorchBackend(Backend):
         processes: its processes, or None if this process trains alone.
     """
 
-    optimizer_stand_in = StandIn
     noted_by = Noting
     traces = False
-    of_step: tuple[Group, ...] = ("non_trainable", "metrics")
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.set_process_group(None)
+        before = vars(model).get("_accumulation")  # `compile` leaves the group as it is
+        self.set_process_group(None if before is None else before.backend.process_group)
         self._optimizers_of_torch = TorchOptimizers(model)
         self._updated: list[tuple[Any, int]] = []
 
@@ -68,6 +66,24 @@ class TorchBackend(Backend):
             return sums, is_end
         return self.processes.sum(applied, sums, is_measured, is_end)
 
+    def begin_epoch(self, epoch: int, is_first: bool) -> None:
+        if self.processes is not None:
+            self.processes.begin_epoch(epoch, self._updated_variables())
+
+    def finish_fit(self) -> None:
+        if self.processes is not None:
+            self.processes.finish(self._updated_variables())
+
+    def end_fit(self) -> None:
+        if self.processes is not None:
+            self.processes.end_fit()
+
+    def _updated_variables(self) -> list[Any]:
+        """Return the variables that updates change."""
+        optimizers = optimizers_in(vars(self._model))
+        state = [v for optimizer in optimizers for v in optimizer.variables]
+        return [*self._model.trainable_variables, *state]
+
     # What is run.
 
     def _compiled(self, name: Any, function: Function) -> Callable[..., Any]:
@@ -85,11 +101,17 @@ class TorchBackend(Backend):
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
         others = self._model.non_trainable_variables
         versions = [times_written(raw(variable)) for variable in others]
-        steps = self._optimizers_of_torch.recorded()
-        with self._is_running_step.set(True), steps, torch.enable_grad():
+        with self.running_step(), torch.enable_grad():
             logs = self._model.train_step(data)
         pairs = zip(others, versions)
         return logs, [v for v, version in pairs if times_written(raw(v)) != version]
+
+    @contextlib.contextmanager
+    def recording_optimizers(self) -> Iterator[None]:
+        with super().recording_optimizers(), self._optimizers_of_torch.recorded():
+            yield
+
+    take = staticmethod(optimizers.take)
 
     def once(self, function: Callable[[], Any]) -> None:
         with torch.no_grad():

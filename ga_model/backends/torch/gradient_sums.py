@@ -25,15 +25,18 @@ class GradientSums:
         self._tensors = list(map(raw, variables))
         self._totals: list[Any] = list(totals or [None for _ in variables])
         self._handles: list[Any] = []
-        self._left = set(range(len(self._tensors)))  # places without a gradient so far
-        self._shrink: Any = 1.0
         self._counts: Any = True
         self.is_in_grad = False
 
     def begin(self, shrink: Any, counts: Any) -> None:
         """Add the gradients that are taken from now on, instead of leaving them in `.grad`."""
-        self._shrink, self._counts = shrink, counts
-        if self._can_stay(shrink, counts):
+        self._counts = counts
+        if torch.is_tensor(shrink) or shrink != 1.0:  # it is one if gradients do not count
+            with torch.no_grad():
+                for total in self._totals:
+                    if total is not None:
+                        total.mul_(_numbers.like(total, shrink))
+        if self._can_stay():
             for tensor, total in zip(self._tensors, self._totals):
                 tensor.grad = total
             self.is_in_grad = True
@@ -51,20 +54,15 @@ class GradientSums:
             return totals
         for handle in self._handles:
             handle.remove()
-        for place in self._left if self._handles else ():
-            if (total := self._totals[place]) is not None:
-                total.mul_(_numbers.like(total, self._shrink))
         totals, self._totals = self._totals, []
         return totals
 
-    def _can_stay(self, shrink: Any, counts: Any) -> bool:
+    def _can_stay(self) -> bool:
         """Return whether PyTorch may add gradients to the sums itself, as in a loop by hand.
 
         It may not if hooks of the user's would see a sum in place of a gradient.
         """
-        if torch.is_tensor(shrink) or shrink != 1.0 or counts is not True:
-            return False
-        return all(
+        return self._counts is True and all(
             tensor.dtype in (torch.float32, torch.float64) and not has_hooks_on_sum(tensor)
             for tensor in self._tensors
         )
@@ -73,14 +71,11 @@ class GradientSums:
         def add(tensor: Any) -> None:
             gradient, tensor.grad = tensor.grad, None
             with torch.no_grad():
-                wide = gradient.to(getattr(torch, _numbers.sum_dtype(gradient.dtype)))
-                self._totals[place] = self._sum(place, wide)
-            self._left.discard(place)
+                wide, total = _numbers.widened(gradient), self._totals[place]
+                if total is not None:
+                    wide = _numbers.added(total, wide, 1.0, self._counts)
+                elif self._counts is not True:
+                    wide = _numbers.if_so(self._counts, wide)
+                self._totals[place] = wide
 
         return add
-
-    def _sum(self, place: int, gradient: Any) -> Any:
-        if (total := self._totals[place]) is None:
-            return gradient if self._counts is True else _numbers.if_so(self._counts, gradient)
-        shrink = self._shrink if place in self._left else 1.0
-        return _numbers.added(total, gradient, shrink, self._counts)

@@ -82,7 +82,8 @@ class Microbatches:
         for share in self._shares:
             self._begun.append((self._carried, random_state()))
             part = [tensor[share] for tensor in split.samples]
-            self._carried, traced = split.function(self._carried, split.fixed, part)
+            given = self._carried, split.fixed, part, self._part_of(share)
+            self._carried, traced = split.function(*given)
             found = [*traced.outputs, *traced.attached.values()]
             self._check(found, share.stop - share.start)
             if not joined:
@@ -99,8 +100,7 @@ class Microbatches:
                     text = "its outputs have different shapes for different microbatches"
                     raise NotByRowsError(text)
                 whole[share] = tensor
-            weighted = self._weighted(traced.losses, share)
-            losses = [a + b for a, b in zip(losses, weighted)] if losses else weighted
+            losses = [a + b for a, b in zip(losses, traced.losses)] if losses else traced.losses
         for whole in joined:
             whole[share.stop :] = whole[:1]  # of samples that are left out
         return [*joined, *losses]
@@ -139,7 +139,7 @@ class Microbatches:
                             parts = [
                                 p.detach().requires_grad_(yes) for p, yes in zip(parts, in_samples)
                             ]
-                        _, traced = split.function(carried, fixed, parts)
+                        _, traced = split.function(carried, fixed, parts, self._part_of(share))
                         pairs = self._pairs(traced, share, upstream)
                         own = list(compress(parts, in_samples))
                         gradients = gradients_of(pairs, [*shared, *own], is_differentiable)
@@ -161,15 +161,11 @@ class Microbatches:
         found = [*traced.outputs, *traced.attached.values()]
         rows, of_losses = upstream[: len(found)], upstream[len(found) :]
         gradients = [*(None if g is None else g[share] for g in rows), *of_losses]
-        given = [*found, *self._weighted(traced.losses, share)]
-        pairs = zip(given, gradients, strict=True)
+        pairs = zip([*found, *traced.losses], gradients, strict=True)
         return [(t, g) for t, g in pairs if g is not None and t.requires_grad]
 
-    def _weighted(self, losses: list[Any], share: slice) -> list[Any]:
-        """Return the shares of a microbatch in the layers' losses of all samples."""
-        part = (share.stop - share.start) / self._rows
-        pairs = zip(losses, self._split.are_sums)
-        return [loss.sum() * (1.0 if is_sum else part) for loss, is_sum in pairs]
+    def _part_of(self, share: slice) -> float:
+        return float((share.stop - share.start) / self._rows)
 
     def _check(self, tensors: list[Any], rows: int) -> None:
         """Check that outputs have a row per sample, and that nothing is written past Keras."""

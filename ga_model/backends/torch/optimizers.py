@@ -7,8 +7,6 @@ gradients of the window, and calls the optimizer itself.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -17,36 +15,32 @@ import torch
 from ga_model.backends.torch import refusals
 from ga_model.base._internals import counter_of, raw
 from ga_model.base._internals_torch import note_step
-from ga_model.base._method_patch import MethodPatch
-from ga_model.core.models import instances_in, is_of_keras, recording_of_thread
+from ga_model.core.backend_types import Applied
+from ga_model.core.models import instances_in, is_of_keras
 from ga_model.core.recorder import CannotAccumulateError
-from ga_model.core.stand_ins import OptimizerStandIn
+from ga_model.core.stand_ins import recorded
 
 _SCHEDULERS = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
-class StandIn(OptimizerStandIn):
-    """Gives a recording the gradients that a step applies, and makes the update of a trial."""
-
-    def _take(
-        self, gradients: list[Any], variables: list[Any], via_apply_gradients: bool = False
-    ) -> None:
-        optimizer, recording = self._original, self._recorder
-        if not optimizer.built:
-            with keras.name_scope(optimizer.name):
-                optimizer.build(variables)
-        is_own, sums = not is_of_keras(recording.model, "train_step"), recording.sums
-        for variable, gradient in () if sums and sums.is_in_grad else zip(variables, gradients):
-            if raw(variable).grad is gradient:  # which is the window's now, and the step has a copy
-                raw(variable).grad = gradient.clone() if is_own and gradient is not None else None
-        gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
-        super()._take(gradients, variables, via_apply_gradients)
-        if recording.moves_by and (rate := float(recording.rate_of(gradients, variables))):
-            with torch.no_grad():
-                for variable, gradient in zip(variables, gradients):
-                    if gradient is not None:
-                        raw(variable).sub_((rate * gradient).to(raw(variable).dtype))
-                counter_of(optimizer).assign_add(1)
+def take(recording: Any, applied: Applied, gradients: list[Any]) -> None:
+    """Give a recording the gradients that a step applies, and make the update of a trial."""
+    optimizer, variables, _ = applied
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name):
+            optimizer.build(variables)
+    is_own, sums = not is_of_keras(recording.model, "train_step"), recording.sums
+    for variable, gradient in () if sums and sums.is_in_grad else zip(variables, gradients):
+        if raw(variable).grad is gradient:  # which is the window's now, and the step has a copy
+            raw(variable).grad = gradient.clone() if is_own and gradient is not None else None
+    gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
+    recording.apply(applied, gradients)
+    if recording.moves_by and (rate := float(recording.rate_of(gradients, variables))):
+        with torch.no_grad():
+            for variable, gradient in zip(variables, gradients):
+                if gradient is not None:
+                    raw(variable).sub_((rate * gradient).to(raw(variable).dtype))
+            counter_of(optimizer).assign_add(1)
 
 
 class TorchOptimizer:
@@ -108,7 +102,7 @@ class TorchOptimizers:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._known: dict[int, tuple[Any, TorchOptimizer]] = {}
-        self._steps = MethodPatch("step", self._recorded)
+        self._steps = recorded("step", self._take)
 
     def of_torch(self) -> list[Any]:
         """Return the optimizers themselves."""
@@ -132,24 +126,16 @@ class TorchOptimizers:
             self._known[id(optimizer)] = optimizer, TorchOptimizer(optimizer)
         return self._known[id(optimizer)][1]
 
-    def _recorded(self, optimizer: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(step)  # which schedulers have marked
-        def recorded(closure: Any = None) -> Any:
-            recording = recording_of_thread.get()
-            if recording is None:
-                return step() if closure is None else step(closure)
-            if closure is not None:
-                raise CannotAccumulateError(refusals.closure_message(self._model.name))
-            found, weights = self._of(optimizer), self._model.trainable_variables
-            known = {id(raw(variable)): variable for variable in weights}
-            updated = [p for p in found.parameters() if p.requires_grad]
-            if not all(id(parameter) in known for parameter in updated):
-                raise CannotAccumulateError(refusals.foreign_message(self._model.name, found.name))
-            if recording.moves_by is not None:  # in a trial, which compares them
-                found.note_numbers()
-            note_step(optimizer)
-            variables = [known[id(parameter)] for parameter in updated]
-            StandIn(found, recording).apply([p.grad for p in updated], variables)
-            return None
-
-        return recorded
+    def _take(self, recording: Any, optimizer: Any, closure: Any = None) -> None:
+        if closure is not None:
+            raise CannotAccumulateError(refusals.closure_message(self._model.name))
+        found, weights = self._of(optimizer), self._model.trainable_variables
+        known = {id(raw(variable)): variable for variable in weights}
+        updated = [p for p in found.parameters() if p.requires_grad]
+        if not all(id(parameter) in known for parameter in updated):
+            raise CannotAccumulateError(refusals.foreign_message(self._model.name, found.name))
+        if recording.moves_by is not None:  # in a trial, which compares them
+            found.note_numbers()
+        note_step(optimizer)
+        variables = tuple(known[id(parameter)] for parameter in updated)
+        take(recording, Applied(found, variables), [p.grad for p in updated])

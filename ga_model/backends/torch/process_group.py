@@ -25,8 +25,8 @@ import torch
 
 from ga_model.base import _numbers
 from ga_model.base._internals import raw
+from ga_model.core.backend_types import Applied
 from ga_model.core.noise import Squares
-from ga_model.core.recorder import Applied
 from ga_model.core.window import Sums
 
 _BUCKET = 25 * 2**20  # bytes that are summed at a time, as `DistributedDataParallel` does

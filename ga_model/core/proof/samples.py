@@ -17,9 +17,9 @@ def samples_for_trial(data: Any, number: int) -> Iterator[Any]:
     """Yield so many samples of a batch, as arrays: altered copies, too, if it has fewer.
 
     The largest target comes first, also with another input, as what is rare may be what a loss is
-    divided by. Sample weights that are all alike are altered, as others may follow. Where some samples have numbers that are not finite, which may stand for missing
-    ones, others without these follow. Ragged and sparse tensors stay what they are, and are
-    repeated if there are fewer.
+    divided by. Sample weights that are all alike are altered, as others may follow. Where some
+    samples have numbers that are not finite, which may stand for missing ones, others without these
+    follow. Ragged and sparse tensors stay what they are, and are repeated if there are fewer.
 
     Raises:
         ValueError: there are fewer than three of these, which would all be alike.

@@ -23,7 +23,6 @@ from ga_model.core.proof.verdict import Difference, Verdict
 from ga_model.core.proof.weighing import Weighing
 from ga_model.core.proof.windows import Cuts, Window, windows
 from ga_model.core.recorder import CannotAccumulateError
-from ga_model.core.stand_ins import watch_attributes
 
 
 def _cuts(backend: Backend, rows: int) -> Cuts:
@@ -141,7 +140,6 @@ def _trying(step: Step) -> Iterator[Callable[[], None]]:
     It gives a function that lets all be as it was that is in no variable.
     """
     state = step.backend.state()
-    watch_attributes(step.model)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         try:
