@@ -176,7 +176,7 @@ class SizeTrials:
 def _num_bytes_of_sum(weight: Any) -> int:
     """Return how many bytes a window's sum of gradients takes."""
     is_double = _numbers.sum_dtype(weight.dtype) == "float64"
-    return math.prod(weight.shape) * (8 if is_double else 4)
+    return int(math.prod(weight.shape)) * (8 if is_double else 4)
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> tuple[int, int | None]:
