@@ -150,9 +150,10 @@ class Backend(ABC):
     @contextlib.contextmanager
     def recording_optimizers(self) -> Iterator[None]:
         """Return a context in which the model's optimizers give gradients to a recording."""
+        optimizers = optimizers_in(vars(self._model))
         with contextlib.ExitStack() as stack:
             for method in self.recorded_methods:
-                stack.enter_context(method.of(optimizers_in(vars(self._model))))
+                stack.enter_context(method.of(optimizers))
             yield
 
     def take(self, recording: Recording, applied: Applied, gradients: list[Any]) -> None:
