@@ -8,8 +8,8 @@ may be warned of, unless the case expects it. Its cases are in `models`, `losses
 float32.
 
 Every run takes one setting of the cases in `QUICK`, on PyTorch of those in `FIRST`; the gate one
-of `FIRST` and of others, in turn: of every fourth on PyTorch, of every thirteenth on JAX, and of
-every eleventh on TensorFlow. The sweep takes the rest.
+of `FIRST`, of what one backend alone has, and of others, in turn: of every fourth on PyTorch, of
+every thirteenth on JAX, and of every eleventh on TensorFlow. The sweep takes the rest.
 """
 
 import importlib
