@@ -14,7 +14,7 @@ from ga_model.base._identity import unique
 from ga_model.base._internals import mask_of, set_mask, value_in
 from ga_model.base._method_patch import MethodPatch
 from ga_model.core.backend_types import GROUPS, Applied, Function, GradientSums, Group, State
-from ga_model.core.batch import Batch
+from ga_model.core.batch import Batch, unpack
 from ga_model.core.models import optimizers_in, recording_of_thread
 from ga_model.core.of_user import others_of_user
 from ga_model.core.stand_ins import APPLY, SCALE_LOSS
@@ -256,9 +256,9 @@ class Backend(ABC):
         """Return a context for computations of this package within a step, which are not noted."""
         return is_unnoted.set(True)
 
-    def calling_model(self) -> AbstractContextManager[Any]:
-        """Return a context in which methods of the user's run that Keras does not call."""
-        return contextlib.nullcontext()
+    def microbatch_weight(self, data: Any) -> Any:
+        """Return what the model's own method says of a microbatch. It may call the model."""
+        return self._model.microbatch_weight(*unpack(data))
 
     def apply(self, applied: Applied, gradients: list[Any]) -> None:
         """Apply an optimizer, as the step did, to gradients of its variables, tensors or None."""
@@ -269,10 +269,7 @@ class Backend(ABC):
         raise NotImplementedError
 
     def gradient_sums(self, totals: Sequence[Any] | None) -> GradientSums | None:
-        """Return sums, begun with totals, that the backward pass of Keras's own step adds to.
-
-        None if it cannot.
-        """
+        """Return sums, begun with totals, that Keras's own backward pass adds to, or None."""
         return None
 
     @abstractmethod

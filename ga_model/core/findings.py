@@ -10,7 +10,7 @@ from keras import ops
 
 from ga_model.core import messages
 from ga_model.core.backend import Backend
-from ga_model.core.batch import shapes_in, unpack
+from ga_model.core.batch import shapes_in
 from ga_model.core.proof import trial
 from ga_model.core.proof.runner import Step
 from ga_model.core.proof.verdict import Verdict
@@ -84,8 +84,7 @@ class Findings:
     ) -> Known:
         """Return what is found of a step of which samples have shown nothing so far."""
         model = self._model
-        with self._backend.calling_model():
-            weight = model.microbatch_weight(*unpack(data))
+        weight = self._backend.microbatch_weight(data)
         if weight is not None:
             weighing = Weighing("sum" if isinstance(weight, str) else "loss")
             return Known(step, Verdict(weighing, otherwise=weighing))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 from keras import ops
@@ -17,6 +17,9 @@ from ga_model.core.batch import num_rows, unpack
 from ga_model.core.models import is_of_keras
 from ga_model.core.of_user import is_by_sample
 from ga_model.core.weights import FullBatch, LossTerms, Term, combine, rule
+
+if TYPE_CHECKING:
+    from ga_model.core.backend import Backend
 
 _MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
 
@@ -79,6 +82,7 @@ class StepLosses:
 
     Args:
         model: the model that is recorded.
+        backend: what it runs on.
         data: the microbatch, as `train_step` gets it.
         position: where it stands in its window.
         kinds: what losses of the user's own are, as far as is known, or None: they need a trial.
@@ -91,8 +95,10 @@ class StepLosses:
         has_own: whether the loss, or one of them, is the user's own.
     """
 
-    def __init__(self, model: Any, data: Any, position: Position, kinds: Kinds | None) -> None:
-        self._model = model
+    def __init__(
+        self, model: Any, backend: Backend, data: Any, position: Position, kinds: Kinds | None
+    ) -> None:
+        self._model, self._backend = model, backend
         self._data = data
         self._position = position
         self.compiled: list[Term] = []
@@ -148,7 +154,7 @@ class StepLosses:
             (value, self._is_sum_of_samples(index))
             for index, value in enumerate(self._additional[:first])
         ]
-        weight = self._model.microbatch_weight(*unpack(self._data))
+        weight = self._backend.microbatch_weight(self._data)
         if weight is not None:
             return rule(weight, regularization)
         position, rows = self._position, self.num_rows()

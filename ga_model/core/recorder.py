@@ -110,7 +110,7 @@ class Recording:
         self.at_updates: list[tuple[Any, Any]] = []
         self.relative_weight: Any = None
         self.unit: Any = position.unit
-        self.losses = StepLosses(model, data, position, kinds)
+        self.losses = StepLosses(model, backend, data, position, kinds)
         self.backend = backend
         self._is_own = is_own
         self._is_trial = is_trial
@@ -138,7 +138,7 @@ class Recording:
 
     def scale_loss(self, optimizer: Any, loss: Any) -> Any:
         """Fold the microbatch's weight into the loss, then scale it, as `_scale_loss` has it."""
-        with self.backend.unnoted(), unrecorded(), self.backend.calling_model():
+        with self.backend.unnoted(), unrecorded():
             return self._scale_loss(optimizer, loss)
 
     def _scale_loss(self, optimizer: Any, loss: Any) -> Any:

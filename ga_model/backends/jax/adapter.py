@@ -13,6 +13,7 @@ import keras
 
 from ga_model.backends.jax import layer_calls, refusals
 from ga_model.backends.jax.noting import UNNOTED, Noting
+from ga_model.base._context import ThreadValue
 from ga_model.base._internals import counter_of, scope_of, stateless_scope, value_in
 from ga_model.base._internals_jax import MORE_METHODS_OF_STEP, leave_values, put_values_back
 from ga_model.core.backend import Backend
@@ -58,7 +59,7 @@ class JaxBackend(Backend):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self._values: dict[Group, list[Any]] = {}
-        self._of_running: dict[Group, list[Any]] = {}  # what the step that runs began with
+        self._of_running = ThreadValue({})  # the values that the step that runs began with
 
     def variables(self, group: Group) -> list[Any]:
         """Return the variables of a group, in the order in which Keras passes their values."""
@@ -179,12 +180,8 @@ class JaxBackend(Backend):
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
         before = {group: self.values(group) if self._is_read(group) else [] for group in GROUPS}
         state = tuple(list(before[group]) for group in GROUPS)
-        self._of_running = before
-        try:
-            with self.running_step():
-                logs, state = self._model.train_step(state, data)
-        finally:
-            self._of_running = {}
+        with self.running_step(), self._of_running.set(before):
+            logs, state = self._model.train_step(state, data)
         changed = {group: _changed(values, before[group]) for group, values in zip(GROUPS, state)}
         for group, found in changed.items():
             self.put(group, found)
@@ -196,13 +193,12 @@ class JaxBackend(Backend):
         known = stateless_scope().state_mapping
         return all(id(variable) in known for variable in self.variables(group))
 
-    @contextlib.contextmanager
-    def calling_model(self) -> Iterator[None]:
+    def microbatch_weight(self, data: Any) -> Any:
         outer = stateless_scope()  # of a scaled loss, with variables of the optimizer only
-        values = self._values if outer is None else self._of_running
+        values = self._values if outer is None else self._of_running.get()
         with _scope({group: self.variables(group) for group in values}, values) as scope:
             scope.state_mapping.update({} if outer is None else outer.state_mapping)
-            yield
+            return super().microbatch_weight(data)
 
     def unnoted(self) -> contextlib.AbstractContextManager[None]:
         return jax.named_scope(UNNOTED)  # type: ignore[no-any-return]
