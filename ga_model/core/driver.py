@@ -1,4 +1,4 @@
-"""How the next batch of a compiled model is trained: its microbatches, its window, its update."""
+"""Train a compiled model batch by batch: microbatches, windows and updates."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Driver(ModelState):
     """Trains a compiled model batch by batch, and keeps the state between batches.
 
     Args:
-        model, settings, backend: as `ModelState` takes them.
+        model, settings, backend: see `ModelState`.
 
     Attributes:
-        steps: what is compiled for microbatches.
-        updates: what is for logs and updates.
+        steps: compiled functions for microbatches.
+        updates: compiled functions for logs and updates.
     """
 
     window: Window | None
@@ -52,19 +52,19 @@ class Driver(ModelState):
         self._has_own_loss = False
         self._findings = Findings(model, backend)
         self._weights_watch = WeightsWatch(model, backend, self.steps.step)
-        self._adds_up = True  # as far as is known
+        self._adds_up = True  # until a trial finds otherwise
 
-    # What a step is.
+    # Properties of the step.
 
     @functools.cached_property
     def has_own_step(self) -> bool:
-        """Whether the step, or its logs, are the user's own."""
-        # Some releases of Keras have not all of them.
+        """Whether the user overrides the step, or a method that computes its logs."""
+        # Some Keras releases lack some of these methods.
         names = (n for n in self.backend.methods_of_step if hasattr(keras.Model, n))
         return not all(is_of_keras(self._model, name) for name in names)
 
     def takes_full_batch(self) -> bool:
-        """Return whether the step sees the full batch, and calls of layers are split."""
+        """Return whether the step runs on the full batch, with its layer calls split."""
         if self.settings.loss_over != "auto":
             return self.settings.loss_over == "batch"
         model = self._model
@@ -75,12 +75,7 @@ class Driver(ModelState):
     # Batches.
 
     def train(self, batches: Iterator[Any], number: int) -> Any:
-        """Train one batch or more, as `fit` asks for them, and return the logs.
-
-        Args:
-            batches: where they come from.
-            number: how many, if there are so many left.
-        """
+        """Train up to `number` batches of an iterator, and return the last logs."""
         logs = self._train_next(next(batches))
         for data in itertools.islice(batches, number - 1):
             logs = self._train_next(data)
@@ -94,20 +89,20 @@ class Driver(ModelState):
                 self.backend.check()
                 batch = self.backend.batch(data, self._even_size())
                 if not self.takes_full_batch():
-                    batch.check_rows()  # which code of Keras's would meet first
+                    batch.check_rows()  # clearer than Keras's later error
                 self.backend.build(data)
                 self.warn_of_accumulating_optimizers()
                 self._is_checked = True
             return self._train_automatic(data) if self.is_automatic else self._attempt(data)
-        except BaseException:  # KeyboardInterrupt, too
+        except BaseException:  # including KeyboardInterrupt
             self.discard_window()
             raise
 
     def _attempt(self, data: Any, **options: Any) -> Any:
-        """Train a batch, again where it was not known at first how."""
+        """Train a batch, retrying where the first attempt shows that it needs another treatment."""
         first: Exception | None = None
         while True:
-            # Losses may write to their inputs, and be tried again.
+            # Losses may write to their inputs, and a retry needs the original values.
             is_known = self._has_trained or self.backend.traces
             passed = data if is_known else self.backend.copied(data)
             try:
@@ -120,7 +115,7 @@ class Driver(ModelState):
                 self._has_own_loss = True
             except NeedsTotalsError:
                 self.steps.needs_totals = True
-            except FoundOtherwiseError:  # so train it by what was found now
+            except FoundOtherwiseError:  # retry with the new verdict
                 pass
             except Exception as error:
                 is_to_repeat = self.backend.traces_otherwise(error)
@@ -128,13 +123,13 @@ class Driver(ModelState):
                     first, self._findings = error, Findings(self._model, self.backend)
                 elif is_to_repeat is None or first is None:
                     raise
-                else:  # the second may follow from what the first left half done
+                else:  # the first attempt may have caused the second error
                     raise first from None
             finally:
                 self.backend.present_batch = None
 
     def _train_automatic(self, data: Any) -> Any:
-        """Train a batch in microbatches as large as there is memory for."""
+        """Train a batch in microbatches as large as memory allows."""
         model, found, rows = self._model, self.automatic_size, self.backend.batch(data, None).rows
         if found.is_to_search(rows):
             self._search(data, rows)
@@ -154,9 +149,9 @@ class Driver(ModelState):
             found.halve(model, rows, failure)
 
     def _search(self, data: Any, rows: int) -> None:
-        """Find the largest size up to `rows`, and leave all else as it is."""
+        """Find the largest size up to `rows`, and restore everything else."""
         found, window = self.automatic_size, self.window
-        if window is not None:  # what holds its sums is used by the trials
+        if window is not None:  # trials reuse the memory of its sums
             window.sums = self.backend.copied(window.sums)
 
         def run(size: int) -> None:
@@ -190,7 +185,7 @@ class Driver(ModelState):
         self._most_rows = max(self._most_rows, batch.rows)
         is_whole = batch.is_split and self.takes_full_batch()
         is_alone = not (self.accumulates() or self.settings.skip_nonfinite)
-        # Replicas count alike in Keras.
+        # Keras weights all replicas equally.
         is_plain = self.backend.num_replicas == 1 or (is_whole and self.has_own_step)
         if is_alone and (is_whole or not batch.is_split) and is_plain and not is_trial:
             return self.updates.whole(size or batch.rows, data)
@@ -203,7 +198,7 @@ class Driver(ModelState):
             known = self._findings.of(step, data, rows, self.window)
             is_unseen = is_alone and known.is_unseen and not is_trial
             if is_unseen and self.settings.loss_over == "auto" and self.backend.trains_alone:
-                return self.updates.whole(rows, data)  # exact, whatever the step is
+                return self.updates.whole(rows, data)  # exact for any step
         if known is not None and not known.verdict.is_exact:
             if batch.is_split and not is_whole and self.settings.loss_over == "auto":
                 self._adds_up = False
@@ -214,7 +209,7 @@ class Driver(ModelState):
         return self._by_microbatches(batch, size, known, is_trial)
 
     def _needs_trial(self) -> bool:
-        """Return whether it is not known of the step without a trial that it adds up."""
+        """Return whether only a trial can tell if the step adds up over microbatches."""
         if self.has_own_step:
             return True
         if self._has_own_code is None:
@@ -223,17 +218,17 @@ class Driver(ModelState):
         return not self._model._has_rule() and (self._has_own_code or self._has_own_loss)
 
     def _even_size(self) -> int | None:
-        """Return samples per microbatch that devices share evenly: each has one, at least."""
+        """Return a microbatch size divisible by the number of devices, at least one sample each."""
         devices = self.backend.num_devices
         return None if self.size is None else max(self.size // devices, 1) * devices
 
     def _by_microbatches(
         self, batch: Batch, size: int | None, found: Known | None, is_trial: bool
     ) -> Any:
-        """Train the microbatches of a batch, or all of it with calls split by `size` samples.
+        """Train the microbatches of a batch, or the full batch with layer calls split by `size`.
 
         Args:
-            found: what is known of the step, or None: it needs no trial.
+            found: the verdict on the step, or None if it needs no trial.
         """
         steps = self.steps
         window = self.window = self.window or Window(self.settings.accumulation_steps)
@@ -247,7 +242,7 @@ class Driver(ModelState):
             is_trial,
         )
         parts = _power_of_two(window.steps) * _power_of_two(batch.num_microbatches)
-        if self.updates.overwrites or self.updates.scaled_optimizers:  # as large as of the mean
+        if self.updates.overwrites or self.updates.scaled_optimizers:  # of the scale of a mean
             parts = float(window.steps * batch.num_microbatches)
         num_microbatches = window.steps * batch.num_microbatches * self.backend.num_processes
         values = window.steps, num_microbatches, parts, batch.rows
@@ -263,7 +258,7 @@ class Driver(ModelState):
             data = batch.microbatch(index)
             try:
                 sums, logs = steps.microbatch(mode, sums, data, numbers, alone)
-            except Exception:  # as of gradients of other shapes
+            except Exception:  # perhaps because gradients have other shapes
                 if window.applied is not None:
                     self._check_applied(steps.step.structure, window)
                 raise
@@ -286,7 +281,7 @@ class Driver(ModelState):
         return logs
 
     def _check_applied(self, structure: Structure, window: Window) -> None:
-        """Raise RuntimeError if a microbatch applies other optimizers than one before it."""
+        """Raise RuntimeError if microbatches of a window apply different optimizers."""
         before, window.applied = window.applied, structure.applied
         if before is None or before is structure.applied:
             return
@@ -294,14 +289,14 @@ class Driver(ModelState):
             raise RuntimeError(messages.unlike_updates_message(self._model.name))
 
     def _update(self, window: Window, is_end: bool = False) -> bool:
-        """Make the update of a window, full or not, and begin the next one.
+        """Make the update of a window, full or partial, and begin the next one.
 
         Args:
             window: the window.
             is_end: whether this process has no batches left.
 
         Returns:
-            Whether no process has.
+            Whether no process has batches left.
         """
         sums, structure, noise = window.sums, self._structure, self.measured_noise
         self._weights_watch.end(window, self._findings.is_told)
@@ -323,9 +318,9 @@ class Driver(ModelState):
         return is_end
 
     def close_window(self) -> None:
-        """Make the update of a partial window, and warn of what was done so far.
+        """Make the update of a partial window, and give the warnings that are due.
 
-        A process that has no batches left takes part in the updates of others until none has.
+        A process without batches takes part in the updates of others until none has any left.
         """
         window = self.window or Window(self.settings.accumulation_steps)
         if window.sums is not None or self.backend.num_processes > 1:
@@ -334,13 +329,13 @@ class Driver(ModelState):
                     pass
         self.warn_of_what_was_done()
 
-    # Steps that the driver does not run.
+    # Direct calls of `train_step`.
 
     def run_step(self, train_step: Callable[..., Any], *args: Any) -> Any:
-        """Run `train_step` where Keras, the core or code of the user's calls it.
+        """Run a `train_step` that Keras, the core or user code calls.
 
         Raises:
-            RuntimeError: code of the user's does, from where it cannot be accumulated.
+            RuntimeError: if user code calls it where it cannot be accumulated.
         """
         if self.backend.is_running_step():
             return train_step(*args)
@@ -353,7 +348,7 @@ class Driver(ModelState):
 
 
 def _power_of_two(number: int) -> float:
-    """Return the power of two at or above a number >= 1."""
+    """Return the smallest power of two >= `number`, which is >= 1."""
     return float(2 ** (number - 1).bit_length())
 
 

@@ -1,4 +1,4 @@
-"""Verdicts on the step of one model, and when it is tried again."""
+"""Verdicts on the step of one model, and when to try it again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_FRUITLESS = 4  # trials
 
 
 class FoundOtherwiseError(Exception):
-    """A batch has shown that its microbatches weigh otherwise than was found before."""
+    """Raised when a batch contradicts the weights found for its microbatches."""
 
 
 @dataclasses.dataclass
@@ -30,12 +30,12 @@ class Known:
 
     Attributes:
         step: the step.
-        verdict: on it.
-        warning: what is said of it if it is not exact.
-        is_unseen: whether the verdict is assumed, as samples have shown nothing yet.
-        num_batches: that came.
-        next_trial: the number of the batch in which it is tried again.
-        num_fruitless: trials because of news that showed none.
+        verdict: the verdict on it.
+        warning: text of the warning if it is not exact.
+        is_unseen: whether the verdict is assumed, because no sample had a gradient so far.
+        num_batches: batches of this structure so far.
+        next_trial: number of the batch that triggers the next trial.
+        num_fruitless: trials after news that confirmed none.
     """
 
     step: Step
@@ -48,20 +48,23 @@ class Known:
 
 
 class Findings:
-    """Has the step of a model tried, once for each structure of data, and again if it has news."""
+    """Tries the step of a model once per structure of data, and again after news.
+
+    News is what no trial has shown, such as a divisor of zero or a first write to a variable.
+    """
 
     def __init__(self, model: Any, backend: Backend) -> None:
         self._model = model
         self._backend = backend
-        self._found: dict[Any, Known] = {}  # by structure, and the windows that it is tried for
+        self._found: dict[Any, Known] = {}  # by structure and kind of window
 
     def of(self, step: Step, data: Any, rows: int, window: Window | None) -> Known:
-        """Return what is known of a step.
+        """Return what is known of a step, after a trial if one is due.
 
         Args:
             data: a batch.
-            rows: samples of its microbatches.
-            window: the open one, or None.
+            rows: samples per microbatch.
+            window: the open window, or None.
         """
         structure = keras.tree.map_structure(_rank_and_dtype, self._backend.each(data)[0])
         kind = step.is_split, step.is_one, repr(structure)
@@ -82,7 +85,7 @@ class Findings:
     def _first(
         self, step: Step, data: Any, rows: int, assumed: Known | None, window: Window | None
     ) -> Known:
-        """Return what is found of a step of which samples have shown nothing so far."""
+        """Try a step whose samples have shown no gradient so far, and return the result."""
         model = self._model
         weight = self._backend.microbatch_weight(data)
         if weight is not None:
@@ -94,7 +97,7 @@ class Findings:
         before = None if assumed is None else assumed.verdict.weighing
         with self._backend.on_one_replica():
             found, error = trial.of_step(step, data, rows, before)
-        if isinstance(error, trial.NothingSeenError):  # so the next batch is tried
+        if isinstance(error, trial.NothingSeenError):  # try the next batch, too
             return Known(step, found._replace(differences=()), is_unseen=True)
         if assumed is not None:
             self._begin_again(assumed.verdict, found, window)
@@ -102,19 +105,19 @@ class Findings:
 
     @property
     def is_told(self) -> bool:
-        """Whether there is a warning of a step that is not exact."""
+        """Whether a warning about a step that is not exact was given."""
         return not all(known.verdict.is_exact for known in self._found.values())
 
     def look_at(self, known: Known, window: Window, data: Any, written: set[str]) -> None:
-        """Try samples of a full window that shows what was not tried before, if it does.
+        """Try samples of a full window in which training showed news.
 
         Args:
-            known: what it was trained by.
+            known: what is known of the step that trained it.
             data: its last batch.
             written: paths of the variables that the step has written to so far.
 
         Raises:
-            FoundOtherwiseError: it is one batch, which can be trained again.
+            FoundOtherwiseError: if the verdict changed and the window is one batch, to repeat.
         """
         step, backend, before = known.step, self._backend, known.verdict
         if known.is_unseen and not step.is_one:
@@ -128,7 +131,7 @@ class Findings:
         if isinstance(error, trial.NothingSeenError):
             return
         is_other = self._note_later(known, data, found, error)
-        if once := sorted(written.difference(found.written)):  # and not while it was tried
+        if once := sorted(written.difference(found.written)):  # not in a trial
             self._model._warn_once(messages.written_message(self._model.name, once))
         if not is_other:
             self._stop_watching(known, before, written)
@@ -139,9 +142,9 @@ class Findings:
         self._warn_of_later(known)
 
     def _is_due(self, known: Known, window: Window | None) -> bool:
-        """Return whether a step is to be tried again, as code that runs eagerly may change.
+        """Return whether to try a step again, because code that runs eagerly may change.
 
-        It is with growing distance: in the batches 4, 16, 64 and so on, not in the first window.
+        Trials are due in batches 4, 16, 64 and so on, but never in the first window.
         """
         known.num_batches += 1
         is_early = known.num_batches < known.next_trial or window is None or not window.was_full
@@ -151,8 +154,8 @@ class Findings:
         return known.verdict.is_watched
 
     def _warning_of(self, step: Step, data: Any, found: Verdict, error: Exception | None) -> str:
-        """Return what is to be said of a step that is not exact, or could not be tried."""
-        shapes = [] if step.is_own else shapes_in(data)  # which may be split whatever it holds
+        """Return the warning about a step that is not exact or could not be tried, if any."""
+        shapes = [] if step.is_own else shapes_in(data)  # a custom step may split any data
         if not found.is_exact and len({rows for rows, *_ in shapes}) > 1:
             return messages.unlike_rows_message(self._model.name, shapes)
         if error is not None:
@@ -160,9 +163,9 @@ class Findings:
         return "" if found.is_exact else messages.unlike_message(self._model.name, found)
 
     def _note_later(self, known: Known, data: Any, found: Verdict, error: Exception | None) -> bool:
-        """Note what is found of a step that was found to be exact, and return whether it differs.
+        """Store the result of a later trial, and return whether it differs from the verdict.
 
-        Processes that train together keep to what they have found together.
+        Processes that train together keep their first verdict.
         """
         before, found = known.verdict, known.verdict.after_news(found)
         known.verdict, known.warning = found, self._warning_of(known.step, data, found, error)
@@ -173,7 +176,7 @@ class Findings:
         return is_other
 
     def _warn_of_later(self, known: Known) -> None:
-        """Warn of what was found of a step when it had trained already."""
+        """Warn that the verdict on a step changed after it had trained."""
         model, found = self._model, known.verdict
         is_auto = model.loss_over == "auto" and self._backend.trains_alone
         if found.differences and known.step.is_split and is_auto:
@@ -182,10 +185,10 @@ class Findings:
             model._warn_once(known.warning or messages.late_message(model.name))
 
     def _stop_watching(self, known: Known, before: Verdict, written: set[str]) -> None:
-        """Watch nothing more where what is news to training has been none to several trials.
+        """Stop watching for news that several trials did not confirm.
 
         Args:
-            before: the verdict before the last one.
+            before: the verdict before the last trial.
             written: paths of the variables that the step has written to.
         """
         if not known.verdict.watches_as(before):
@@ -195,7 +198,7 @@ class Findings:
             known.verdict = known.verdict.without_news(written)
 
     def _begin_again(self, assumed: Verdict, found: Verdict, window: Window | None) -> None:
-        """Forget microbatches without a gradient that weigh otherwise than was assumed."""
+        """Discard microbatches without a gradient whose assumed weights were wrong."""
         before, now = ((v.weighing, v.kinds, v.is_folded) for v in (assumed, found))
         if before == now or window is None or window.sums is None:
             return
@@ -204,16 +207,16 @@ class Findings:
             self._model._warn_once(messages.late_message(self._model.name))
 
     def _look_at_unseen(self, window: Window) -> None:
-        """Warn of gradients where the samples that were tried have shown none."""
+        """Warn if training has gradients where the samples of trials had none."""
         assert window.sums is not None
         gradients = [g for sums in self._backend.each(window.sums) for g in sums.gradients]
         parts = [part for g in gradients for part in (g if is_list(g) else [g])]
         known = [values_of(part) for part in parts if part is not None]
-        is_finite = all(bool(ops.all(ops.isfinite(g))) for g in known)  # else no update is made
+        is_finite = all(bool(ops.all(ops.isfinite(g))) for g in known)  # otherwise no update
         if is_finite and any(bool(ops.any(g != 0)) for g in known):
             self._model._warn_once(messages.unseen_message(self._model.name))
 
 
 def _rank_and_dtype(leaf: Any) -> tuple[int, str]:
     dtype = str(getattr(leaf, "dtype", type(leaf)))
-    return len(getattr(leaf, "shape", ())), dtype.removeprefix("torch.")  # of arrays, too
+    return len(getattr(leaf, "shape", ())), dtype.removeprefix("torch.")  # as of arrays

@@ -1,9 +1,9 @@
-"""Run a call of a layer by microbatches.
+"""Run a layer call by microbatches.
 
-Forward, no activations are kept, and the call is made once more when its gradient is asked for. How
-is the backend's. The values of variables are arguments of what is run, and what a call writes to is
-carried from one microbatch to the next, so each draws other random numbers, the same ones in both
-passes. Where functions are not traced, what is Python's is put back for each microbatch.
+The forward pass keeps no activations; the backward pass repeats the call. A backend implements
+both. Values of variables are arguments of the call, and the state that it writes is carried from
+one microbatch to the next, so each microbatch draws other random numbers, and both passes draw the
+same. Where functions are not traced, Python state is restored for each microbatch.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ from ga_model.core.statistics import MomentsRecorder, is_known, present_recorder
 
 _NOT_ROWS = "it combines samples, or gives something other than one value per sample"
 _NOT_ROWS_BACK = "it has a custom gradient that combines samples"
-_uses_averages = ThreadValue(False)  # whether BatchNormalization uses its running averages
+_uses_averages = ThreadValue(False)  # whether BatchNormalization uses running averages
 
 
 class LayerCall:
-    """One call of a layer, as a function of tensors.
+    """A call of a layer, as a function of tensors.
 
     Args:
         backend: what the model runs on.
         layer: the layer.
         call: its `call`.
-        args, kwargs: the arguments. The first array whose axis 0 has not the length 1 has the
-            samples, and so have all that are as long.
-        size: samples of a microbatch.
-        known: returns samples of an array as a batch has them, for a trial, or None.
+        args, kwargs: arguments of the call. The first array whose axis 0 is not 1 long has the
+            samples on axis 0, and so have all arrays of its length.
+        size: samples per microbatch.
+        known: returns samples of an array from the batch, for a trial, or None.
 
     Attributes:
-        samples: the arrays that have them, and their masks.
-        kinds: what each loss that layers add is over samples, "mean", "sum" or None.
-        normalizations: calls of BatchNormalization layers in it.
+        samples: the arrays with samples, and their masks.
+        kinds: reduction over samples of each loss that layers add: "mean", "sum" or None.
+        normalizations: calls of BatchNormalization layers inside the call.
 
     Raises:
-        NotByRowsError: it has no more samples than a microbatch, or the layer cannot be built.
+        NotByRowsError: if there are no more samples than `size`, or the layer cannot be built.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class LayerCall:
         self._python = PythonState(layer)
         self.kinds: list[Any] = []
         self._adders: list[Any] = []
-        self._written: list[int] = []  # places of the variables that it writes to
+        self._written: list[int] = []  # indices of the variables that it writes to
         self.normalizations: list[Any] = []
-        self._outputs: Any = None  # without its tensors
-        self._tensors: list[int] = []  # places of these among its leaves
+        self._outputs: Any = None  # structure, with 0 in place of tensors
+        self._tensors: list[int] = []  # indices of the tensors among its leaves
 
     def _build(self) -> None:
-        """Create the variables of the layer, which cannot be created in a stateless scope."""
+        """Create the variables of the layer: not possible in a stateless scope."""
         if is_built(self._layer):
             return
         rest = (
@@ -123,7 +123,7 @@ class LayerCall:
         try:
             with inside_of_call.set(True):
                 keras.backend.compute_output_spec(self._layer, *args, **kwargs)
-        except Exception as error:  # of the user's code, called in a way that it may not know
+        except Exception as error:  # custom code may not support symbolic inputs
             raise NotByRowsError("it is not built, and cannot be built without a call") from error
 
     @property
@@ -133,15 +133,15 @@ class LayerCall:
     def _run(
         self, fixed: list[Any], samples: list[Any], knows_others: bool = True
     ) -> tuple[list[Any], Traced]:
-        """Trace the call for some samples.
+        """Trace the call on some samples.
 
         Args:
-            fixed: values of the variables of the layer, and arrays that all samples share.
-            samples: arrays, and their masks.
-            knows_others: whether the values of other variables are known, too.
+            fixed: values of the layer's variables, and arrays shared by all samples.
+            samples: arrays with samples, and their masks.
+            knows_others: whether the values of other variables are available, too.
 
         Returns:
-            The values behind the call, and what it gives.
+            The values of the variables after the call, and its results.
         """
         state, leaves = fixed[: len(self._variables)], list(self._leaves)
         for place, array in zip(self._shared, fixed[len(state) :]):
@@ -149,7 +149,7 @@ class LayerCall:
         for place, array in zip(self._places, samples):
             leaves[place] = array
         for place, mask in zip(self._masked, samples[len(self._places) :]):
-            leaves[place] = ops.copy(leaves[place])  # another may have another mask
+            leaves[place] = ops.copy(leaves[place])  # its other uses may have other masks
             set_mask(leaves[place], mask)
         rest = iter(leaves)
         args, kwargs = keras.tree.map_structure(lambda _: next(rest), self._arguments)
@@ -157,7 +157,7 @@ class LayerCall:
         recorder = MomentsRecorder(self._backend.place)
         self._python.put_back()
         with scope_of(self._variables, state) as scope:
-            for key, value in known.items():  # of other variables, for layers that share them
+            for key, value in known.items():  # other variables, of layers that share them
                 scope.state_mapping.setdefault(key, value)
             before = dict(scope.state_mapping)
             recorded = present_recorder.set(recorder)
@@ -200,25 +200,25 @@ class LayerCall:
         return after, Traced(tensors, attached, losses, recorder.moments)
 
     def analyze(self, training: bool | None) -> str | None:
-        """Return why samples are not known to be treated one by one, or None, and note losses.
+        """Return why the call cannot be split, or None, and set `kinds`.
 
         Args:
-            training: whether the call is in training, or None.
+            training: whether the call runs in training mode, or None.
         """
-        known = self._backend.known_calls  # by layers and shapes
+        known = self._backend.known_calls  # by layer, mode and shapes
         arrays = [(tuple(a.shape[1:]), str(a.dtype)) for a in self.samples]
         shared = [(place, tuple(self._leaves[place].shape)) for place in self._shared]
         static = str([leaf for leaf in self._leaves if not _is_array(leaf)])
         key = (id(self._layer), training, static, *self._places, *arrays, *shared)
         if key not in known:
-            known[key] = self._layer, *self._analyze()  # with the layer, whose id no other one gets
+            known[key] = self._layer, *self._analyze()  # with the layer, to keep its id unique
         why: str | None
         _, why, self.kinds, self._written = known[key]
         return why
 
     def _analyze(self) -> tuple[str | None, list[Any], list[int]]:
-        """Try the call. Return the reason, the kinds of losses, and places of written variables."""
-        number = 1  # of outputs and what is attached to them
+        """Try the call. Return a reason or None, kinds of losses, indices of written variables."""
+        number = 1  # of outputs and attached tensors
 
         def outputs(fixed: list[Any], samples: list[Any]) -> list[Any]:
             nonlocal number
@@ -234,7 +234,7 @@ class LayerCall:
         before = self._python
         try:
             with _averaging.of(normalizing), _uses_averages.set(True):
-                self._python = PythonState(self._layer)  # with what stands in front of methods
+                self._python = PythonState(self._layer)  # after patching methods
                 trained = [bool(variable.trainable) for variable in self._variables]
                 trained += [True for _ in self._shared]
                 given = self._layer, self._fixed, self.samples
@@ -252,7 +252,7 @@ class LayerCall:
                 )
         except NotByRowsError as error:
             return str(error), [], self._written
-        except Exception as error:  # whatever code of the user's raises on other arrays
+        except Exception as error:  # custom code may raise anything on trial data
             if isinstance(error, Warning) or self._backend.out_of_memory(error) is not None:
                 raise
             return f"it cannot be run by itself ({text_of(error)})", [], self._written
@@ -265,7 +265,7 @@ class LayerCall:
         return why, found[number:], self._written
 
     def written(self) -> list[str]:
-        """Return the paths of variables that it writes to, without seeds and BatchNormalization."""
+        """Return the paths of variables that it writes to, except seeds and BatchNormalization."""
         parts = layers_in(self._layer)
         normal = [part for part in parts if isinstance(part, keras.layers.BatchNormalization)]
         known = ids_of_seeds(self._layer)
@@ -277,7 +277,7 @@ class LayerCall:
         """Run the call by microbatches, and return its outputs.
 
         Args:
-            most: as `splitting_calls` takes it.
+            most: see `splitting_calls`.
         """
         written = list(self._written)
 
@@ -327,10 +327,10 @@ class LayerCall:
 
 
 def _tensor_of(leaf: Any) -> Any:
-    """Return the tensor that a variable or an array of numbers is, or another leaf as it is."""
+    """Return the tensor of a variable or numeric array, and any other leaf unchanged."""
     if isinstance(leaf, keras.Variable):
         return value_in(stateless_scope(), leaf)
-    # Keras leaves them as they are where a functional model is called by itself.
+    # Keras does not convert arrays passed to a functional model directly.
     is_numbers = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf"
     return ops.convert_to_tensor(leaf) if is_numbers else leaf
 

@@ -1,4 +1,4 @@
-"""The step of a model, recorded on one microbatch."""
+"""Record the step of a model on one microbatch, and weight its results."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from ga_model.core.window import Amount, Rows, Sums, values_of, with_values
 
 
 class RecordedStep:
-    """Runs the step of a model on a microbatch, recorded, and weighs what it gives.
+    """Runs the step of a model on a microbatch, records it, and weights its results.
 
     Attributes:
-        found: what is known of the microbatch that was run or traced last, or None.
+        found: facts about the microbatch that was run or traced last, or None.
         written: paths of variables that watched steps have written to.
-        writes_to: ids of all non-trainable variables that steps have.
+        writes_to: ids of all non-trainable variables that steps have written to.
     """
 
     def __init__(self, model: Any, backend: Backend) -> None:
@@ -47,7 +47,7 @@ class RecordedStep:
 
     @property
     def structure(self) -> Structure:
-        """What is known of the microbatch that was run or traced last."""
+        """Facts about the microbatch that was run or traced last."""
         assert self.found is not None
         return self.found
 
@@ -63,9 +63,9 @@ class RecordedStep:
         """Run the step on a microbatch, and return its sums.
 
         Args:
-            mode, data, numbers: as `Steps.microbatch` takes them.
-            unit: what weights are counted in so far, or zero.
-            num_counted: microbatches of the window that count so far.
+            mode, data, numbers: see `Steps.microbatch`.
+            unit: current unit of the window's weights, or zero.
+            num_counted: microbatches of the window that have counted so far.
             gradients: sums that the backward pass adds to, or None.
         """
         model = self._model
@@ -101,7 +101,7 @@ class RecordedStep:
         return found
 
     def _weigh_one(self, mode: Mode, position: Position, data: Any) -> Sums:
-        """Run the step, and weigh the microbatch by what it was found to weigh."""
+        """Run the step, and weight the microbatch by the verdict."""
         verdict = mode.verdict or OF_KERAS
         written: list[Any] = []
 
@@ -144,7 +144,7 @@ class RecordedStep:
             num_news = num_news + _numbers.where(verdict.news_in(seen, written), 1, 0)
         if not verdict.is_known_in(seen, mode.size is not None):
             self._model._warn_once(messages.unlike_shape_message(self._model.name))
-            # Of a loss with its weight in it, that stands.
+            # A loss that was multiplied by its weight keeps it.
             is_folded = verdict.is_folded
             verdict = OF_KERAS if is_folded else Verdict(Weighing("samples"))
         amounts = [
@@ -168,7 +168,7 @@ class RecordedStep:
                 for g in gradients
             ]
             once = _numbers.share(_numbers.float64(weighing.epsilon), unit)
-            # Each has a first microbatch.
+            # Each process and replica has a first microbatch.
             share = 1.0 / (self._backend.num_processes * self._backend.num_replicas)
             total = relative - once * _numbers.where(position.is_first, 1.0 - share, 1.0)
         counted = _numbers.int32(1), _numbers.int32(0)
@@ -183,7 +183,7 @@ class RecordedStep:
         """Run a step, recorded.
 
         Returns:
-            What was recorded, the moments, the logs, and variables that it has written to.
+            The recording, the moments, the logs, and the variables that the step wrote to.
         """
         model, backend, verdict = self._model, self._backend, mode.verdict
         layers = model._batch_normalization_layers()
@@ -207,7 +207,7 @@ class RecordedStep:
         if model.trainable_weights and not (recording.applied or mode.is_trial):
             raise RuntimeError(messages.not_recorded_message(model.name))
         written = self._without_state(of_step, layers) if of_step else []
-        if written and verdict is None and not mode.is_trial:  # else they were compared
+        if written and verdict is None and not mode.is_trial:  # otherwise the trial compared them
             paths = [variable.path for variable in written]
             model._warn_once(messages.written_message(model.name, paths))
         if layers and backend.num_processes > 1:
@@ -229,7 +229,7 @@ class RecordedStep:
         return recording, recorder, logs, written
 
     def _without_state(self, written: list[Any], normalizing: list[Any]) -> list[Any]:
-        """Return written variables without seeds and running averages."""
+        """Return the written variables that are not seeds or running averages."""
         known = ids_of_seeds(self._model)
         known |= {id(v) for layer in normalizing for v in layer.non_trainable_variables}
         return [variable for variable in written if id(variable) not in known]
@@ -251,7 +251,7 @@ class RecordedStep:
 def _weighed(
     value: Any, weighing: Weighing, seen: Seen, position: Position, count: Any = 1.0
 ) -> Amount:
-    """Return the weighted number of one microbatch, for the sum of its window."""
+    """Return the weighted number of one microbatch, for the sum of the window."""
     if weighing.is_sum:
         numbers = value, position.is_first, count, 1.0
         return Amount._make(map(_numbers.float64, numbers))
@@ -268,17 +268,17 @@ def _known(totals: list[Any] | None) -> list[Any]:
 
 
 def _ended(gradient: Any, total: Any, unit: Any) -> Any:
-    """Return a gradient with the unit that its rows are in, and zero where these do not count."""
+    """Return a sparse gradient with its unit, and zeros if the microbatch does not count."""
     if not isinstance(gradient, Rows):
         return gradient
     values = gradient.values
     if total is not None:
-        values = _numbers.if_so(total != 0, values)  # which may be NaN
+        values = _numbers.if_so(total != 0, values)  # values may be NaN
     return gradient._replace(values=values, unit=unit)
 
 
 def _skipped(found: Sums) -> tuple[Any, Sums]:
-    """Return whether all gradients of a microbatch are finite, and nothing of it if not."""
+    """Return whether all gradients of a microbatch are finite, and its sums, zero if not."""
     values = [values_of(g) for g in found.gradients if g is not None]
     parts = [ops.all(ops.isfinite(v)) for v in values]
     is_finite = functools.reduce(operator.and_, parts, _numbers.int32(0) == 0)

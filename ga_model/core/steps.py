@@ -1,9 +1,9 @@
-"""What is compiled for a microbatch of one model. Its logs and the update are in `updates`.
+"""Compile the functions that run the microbatches of one model. See `updates` for logs and updates.
 
-A microbatch is one function, whatever comes before and after it: it adds what it gives to the sums
-of its window, which it gets and returns. The optimizer is in a function of its own, and so are the
-updates of metrics that wait for the full batch. So the forward and backward pass is compiled once
-for each shape of microbatches, as in plain Keras, and nothing waits for a condition.
+One function runs a microbatch, whatever comes before and after it: it takes the sums of the window,
+and returns them with the microbatch added. The optimizer is in another function, and so are the
+delayed updates of metrics. So the forward and backward pass is compiled once for each shape of
+microbatches, as in plain Keras, and needs no condition.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ga_model.core.window import Rows, Sums, is_list
 
 
 class Steps:
-    """What trains a model, compiled.
+    """Compiled functions that run microbatches.
 
     Args:
-        logs_of: returns the logs of a batch, as `Updates.logs_of` does.
+        logs_of: returns the logs of a batch, see `Updates.logs_of`.
 
     Attributes:
-        needs_totals: whether a microbatch needs what the terms of the loss weigh in its batch.
-        step: the model's own step, recorded.
+        needs_totals: whether microbatches need the weights of the loss terms in their batch.
+        step: the model's step, recorded.
     """
 
     def __init__(self, model: Any, backend: Backend, logs_of: Callable[..., Any]) -> None:
@@ -40,28 +40,28 @@ class Steps:
         self._logs_of = logs_of
         self.needs_totals = False
         self.step = RecordedStep(model, backend)
-        self._seen: dict[Any, Structure] = {}  # of microbatches, by modes and shapes
-        self._traced: dict[Mode, Structure] = {}  # what was found last
-        self._shapes: dict[Any, Sums] = {}  # of what they give, likewise
-        self._first: Any = None  # the key of the first microbatch of the batch that was prepared
+        self._seen: dict[Any, Structure] = {}  # by mode and shapes of a microbatch
+        self._traced: dict[Mode, Structure] = {}  # the latest, by mode
+        self._shapes: dict[Any, Sums] = {}  # shapes of their sums, by the same keys
+        self._first: Any = None  # key of the prepared batch's first microbatch
 
     # Microbatches.
 
     def prepare(
         self, mode: Mode, batch: Batch, numbers: Numbers
     ) -> tuple[Structure | None, Structure | None]:
-        """Trace the step on the microbatches of a batch, each shape once, before anything runs.
+        """Trace the step on each shape of a batch's microbatches, before any of them runs.
 
-        Where steps run eagerly, nothing is known of them before.
+        Does nothing where steps run eagerly.
 
         Args:
-            mode, numbers: as `microbatch` takes them.
+            mode, numbers: see `microbatch`.
 
         Returns:
-            What is known of its microbatches, and of the last one, which may be smaller.
+            Facts about the microbatches, and about the last one, which may be smaller, or None.
 
         Raises:
-            NeedsTrialError, NeedsTotalsError: a microbatch cannot run like this.
+            NeedsTrialError, NeedsTotalsError: if microbatches cannot run yet.
         """
         if not self._backend.traces:
             return None, None
@@ -75,7 +75,7 @@ class Steps:
                 self.step.found = None
                 with forgetting_losses(self._model):
                     self._shapes[key] = self._recording(mode).shapes(arguments)
-                # A trace for any number of samples serves others, too.
+                # A trace for any number of samples serves other sizes, too.
                 self._seen[key] = self._traced[mode] = self.step.found or self._traced[mode]
             found.append(self._seen[key])
             keys.append(key)
@@ -83,7 +83,7 @@ class Steps:
         return found[0], found[-1]
 
     def begin(self) -> Sums | None:
-        """Return the sums of a window that has no microbatch, if they are to be there before."""
+        """Return the initial sums of a window, or None if they are not allocated in advance."""
         if not self._backend.traces:
             return None
         shapes = self._shapes[self._first].without_rows()
@@ -98,17 +98,17 @@ class Steps:
         numbers: Numbers,
         alone: Structure | None = None,
     ) -> tuple[Sums, Any]:
-        """Run the step on a microbatch, and add what it gives to the sums of its window.
+        """Run the step on a microbatch, and add its results to the sums of the window.
 
         Args:
-            mode: what the function is made for.
-            sums: of the window so far, whose gradients are not to be used again, or None.
-            numbers: of its batch.
-            alone: what is known of it, if its batch has no other microbatch.
+            mode: settings that the function is compiled for.
+            sums: sums of the window so far, whose gradients are consumed, or None.
+            data: the microbatch.
+            numbers: numbers of its batch.
+            alone: facts about the microbatch, if its batch has no other.
 
         Returns:
-            The sums, and the logs of such a batch, where these can be a part of the same function;
-            otherwise None.
+            The sums, and the logs of such a batch if the same function can compute them, else None.
         """
         if sums is None or not self._backend.traces:
             function = functools.partial(self._add, mode)
@@ -139,19 +139,19 @@ class Steps:
         return self._behind(sums, after), logs
 
     def _behind(self, before: Sums, after: Sums) -> Sums:
-        """Return sums with the rows of earlier microbatches, which are kept and not summed."""
+        """Return sums with the sparse rows of earlier microbatches, which are kept separately."""
         gradients = after.gradients
         for place, (rows, gradient) in enumerate(zip(before.gradients, gradients)):
             if is_list(rows) and is_list(gradient):
                 gradients[place] = (*rows, *gradient)
-            elif is_list(rows) and rows:  # another microbatch has a dense one
+            elif is_list(rows) and rows:  # another microbatch has a dense gradient
                 joined = self._backend.joined(rows, after.unit)
                 add = self._backend.compiled("dense", _with_rows, [])
                 gradients[place] = add(gradient, joined)
         return after
 
     def _add(self, mode: Mode, sums: Sums | None, data: Any, numbers: Numbers) -> Sums:
-        """Add a microbatch to the sums of its window where nothing is compiled."""
+        """Add a microbatch to the sums of its window where steps run eagerly."""
         unit = 0.0 if sums is None else sums.unit
         num_counted = 0 if sums is None else sums.num_counted
         gradients = self._gradient_sums(mode, None if sums is None else sums.gradients)
@@ -161,16 +161,16 @@ class Steps:
             added = None if gradients is None else gradients.end()
         if added is None:
             return found.counted() if sums is None else sums.plus(found)
-        nothing = [None for _ in added]  # was left
+        nothing = [None for _ in added]  # left to add
         found = found._replace(gradients=nothing)
         if sums is not None:
             found = sums._replace(gradients=nothing).plus(found)
         return found._replace(gradients=added)
 
     def _gradient_sums(self, mode: Mode, totals: list[Any] | None) -> GradientSums | None:
-        """Return sums that the backward pass adds to, where a microbatch is sure to count.
+        """Return sums that the backward pass adds to, if the microbatch certainly counts.
 
-        A step of the user's own may look at its gradients.
+        Not for custom steps, which may read their gradients.
         """
         is_folded = mode.verdict is None or mode.verdict.is_folded
         is_sure = is_folded and not (mode.skips or mode.is_measured or mode.is_trial)
@@ -190,7 +190,7 @@ class Steps:
         backend = self._backend
         weigh = backend.compiled("weigh", self.step.weigh, backend.of_step, discards=True)
         each = map(batch.microbatch, range(batch.num_microbatches))
-        if not backend.traces:  # losses may write to what they get, which is to be trained on
+        if not backend.traces:  # losses may write to their inputs
             each = map(backend.copied, each)
         with backend.trying(is_own=False):
             parts = [weigh(backend.placed(data)) for data in each]
