@@ -292,7 +292,7 @@ class Backend(ABC):
     def check(self) -> None:
         """Raise ValueError if this backend cannot accumulate the model."""
 
-    # Around `fit`.
+    # Hooks of `fit`.
 
     def begin_epoch(self, epoch: int, is_first: bool) -> None:  # noqa: B027
         """Prepare for an epoch of `fit`.

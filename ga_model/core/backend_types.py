@@ -17,9 +17,8 @@ class Function(NamedTuple):
         run: the function, from nests of tensors to nests of tensors.
         reads: groups of variables that it reads, and may write to.
         updates: groups that it reads, and all of whose variables it writes to.
-        consumes: whether the tensors of its first argument may be donated. False if it updates: its
-            results take the memory of the updated variables, and JAX warns of other donated
-            buffers.
+        consumes: whether its first argument may be donated. False if it updates: its results take
+            the memory of the updated variables, and JAX warns of other donated buffers.
         discards: whether the caller does not need the values written to variables. Where nothing is
             compiled they are written anyway, and the caller restores them.
     """

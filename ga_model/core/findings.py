@@ -1,4 +1,4 @@
-"""Verdicts on the step of one model, and when to try it again."""
+"""Verdicts on the step of a model, which is tried again after news: what no trial has shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ga_model.core.proof.verdict import Verdict
 from ga_model.core.proof.weighing import Weighing
 from ga_model.core.window import Window, is_list, values_of
 
-_MOST_FRUITLESS = 4  # trials
+_MOST_FRUITLESS = 4  # trials that confirm no news, before watching ends
 
 
 class FoundOtherwiseError(Exception):
@@ -48,10 +48,7 @@ class Known:
 
 
 class Findings:
-    """Tries the step of a model once per structure of data, and again after news.
-
-    News is what no trial has shown, such as a divisor of zero or a first write to a variable.
-    """
+    """Tries the step of a model once per structure of data, and again if training has news."""
 
     def __init__(self, model: Any, backend: Backend) -> None:
         self._model = model
