@@ -171,8 +171,8 @@ windows do not close with what they have: core/driver.py
 +                while False:
 
 a microbatch without weight is multiplied: core/window.py
--            counts = other.total != 0  # else
-+            counts = other.total == other.total  # else
+-            counts = other.total != 0  # not
++            counts = other.total == other.total  # not
 
 the first window of a step of one's own is not tried: core/driver.py
 -        if self.has_own_step:
