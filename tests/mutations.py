@@ -196,7 +196,7 @@ running averages move by the last microbatch: core/statistics.py
 +        return Moments(count, other.mean, other.variance)
 
 metrics get the numbers of microbatches twice: core/updates.py
--ops.cast((total - known) * share, metric.total.dtype)
+-ops.cast((total - earlier_total) * share, metric.total.dtype)
 +ops.cast(total * share, metric.total.dtype)
 
 replicas divide by what they weigh themselves: backends/tensorflow/replicas.py

@@ -57,8 +57,8 @@ class Accumulator:
             types = [f"{type(value).__name__!r}" for value in (gradients, variables)]
             raise TypeError(_lengths_message(*types))
         gradients, variables = list(gradients), list(variables)
-        if others := [type(v).__name__ for v in variables if not hasattr(v, "assign")]:
-            raise TypeError(_no_variables_message(others))
+        if non_variables := [type(v).__name__ for v in variables if not hasattr(v, "assign")]:
+            raise TypeError(_no_variables_message(non_variables))
         if len(gradients) != len(variables):
             counts = [f"{len(gradients)} gradients", f"{len(variables)} variables"]
             raise ValueError(_lengths_message(*counts))
@@ -78,17 +78,17 @@ class Accumulator:
             raise ValueError(messages.mixed_weights_message())
         self.variables = self.variables or variables
         self.num_microbatches += 1
-        so_far = [
+        totals = [
             nothing(g.shape, _numbers.sum_dtype(g.dtype)) if s is None is not g else s
             for s, g in zip(sums.gradients, gradients)
         ]
-        sums = sums._replace(gradients=so_far, num_counted=sums.num_counted + 1)
+        sums = sums._replace(gradients=totals, num_counted=sums.num_counted + 1)
         if is_sum or weight:  # gradients of weight 0 may be NaN
             number = 1.0 if is_sum else weight
             unit = max(sums.unit, abs(number))  # keeps a window of one microbatch bit-exact
             relative, shrink = number / unit, sums.unit / unit if sums.unit else 1.0
             sums = sums._replace(
-                gradients=self._added(so_far, gradients, relative, shrink),
+                gradients=self._added(totals, gradients, relative, shrink),
                 total=None if is_sum else sums.total * shrink + relative,
                 unit=unit,
             )
@@ -172,13 +172,13 @@ class Accumulator:
 def added(sums: list[Any], gradients: list[Any], weight: Any, shrink: Any) -> list[Any]:
     """Return `sum * shrink + gradient * weight` for each sum, consuming the sums."""
 
-    def of_one(total: Any, gradient: Any) -> Any:
+    def add(total: Any, gradient: Any) -> Any:
         if gradient is None:
             return shrunk(total, shrink)
         weighted = ops.cast(gradient, total.dtype) * _numbers.like(total, weight)
         return _numbers.added(total, weighted, shrink)
 
-    return list(map(of_one, sums, gradients))
+    return list(map(add, sums, gradients))
 
 
 def check_optimizer(optimizer: Any) -> None:

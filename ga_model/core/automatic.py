@@ -109,7 +109,7 @@ class SizeTrials:
         self._backend = backend
         self._run = run
         self._is_measured = backend.is_on_cpu
-        self._least = sum(map(_num_bytes_of_sum, weights))  # bytes, for any size
+        self._sum_bytes = sum(map(_num_bytes_of_sum, weights))  # bytes, for any size
         self._rises: dict[int, int] = {}
         self._start: int | None = None
         self._held = 0  # freed memory that the process still holds; trials use it first
@@ -148,10 +148,10 @@ class SizeTrials:
         sizes = sorted(self._rises)
         last, rise = sizes[-1], float(self._rises[sizes[-1]])
         if len(sizes) == 1:
-            return rise + max(0.0, rise - self._least) * (size - last) / last
+            return rise + max(0.0, rise - self._sum_bytes) * (size - last) / last
         if self._held > _SMALL * self._available.get(size, math.inf):
             # Rises exclude the held memory, so their differences are no slopes.
-            taken = max(0.0, self._held + rise - self._least)
+            taken = max(0.0, self._held + rise - self._sum_bytes)
             return rise + taken * (size - last) / last
         slopes: list[float] = [(rise - self._rises[s]) / (last - s) for s in (sizes[0], sizes[-2])]
         return rise + max([0.0, *slopes]) * (size - last)
@@ -177,7 +177,7 @@ def _num_bytes_of_sum(weight: Any) -> int:
     return int(math.prod(weight.shape)) * (8 if is_double else 4)
 
 
-def _largest(fits: Callable[[int], bool], most: int) -> tuple[int, int | None]:
+def _largest(fits: Callable[[int], bool], limit: int) -> tuple[int, int | None]:
     """Return the largest size found to fit (0 if none), and the smallest not to fit, or None.
 
     Stops within a tenth of the largest size, because each trial takes time.
@@ -185,9 +185,9 @@ def _largest(fits: Callable[[int], bool], most: int) -> tuple[int, int | None]:
     fitting, size = 0, 1
     while fits(size):
         fitting = size
-        if size == most:
+        if size == limit:
             return size, None
-        size = min(2 * size, most)
+        size = min(2 * size, limit)
     while size - fitting > max(1, fitting // 10):
         middle = (fitting + size) // 2
         if fits(middle):

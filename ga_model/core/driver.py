@@ -100,15 +100,15 @@ class Driver(ModelState):
 
     def _attempt(self, data: Any, **options: Any) -> Any:
         """Train a batch, retrying where the first attempt shows that it needs another treatment."""
-        first: Exception | None = None
+        first_error: Exception | None = None
         while True:
             # Losses may write to their inputs, and a retry needs the original values.
             is_known = self._has_trained or self.backend.traces
-            passed = data if is_known else self.backend.copied(data)
+            batch_data = data if is_known else self.backend.copied(data)
             try:
-                self.backend.present_batch = passed
+                self.backend.present_batch = batch_data
                 with self.backend.keeping_state():
-                    logs = self._train_batch(passed, **options)
+                    logs = self._train_batch(batch_data, **options)
                 self._has_trained = True
                 return logs
             except NeedsTrialError:
@@ -118,23 +118,24 @@ class Driver(ModelState):
             except FoundOtherwiseError:  # retry with the new verdict
                 pass
             except Exception as error:
-                is_to_repeat = self.backend.traces_otherwise(error)
-                if is_to_repeat:
-                    first, self._findings = error, Findings(self._model, self.backend)
-                elif is_to_repeat is None or first is None:
+                retraces = self.backend.traces_otherwise(error)
+                if retraces:
+                    first_error, self._findings = error, Findings(self._model, self.backend)
+                elif retraces is None or first_error is None:
                     raise
                 else:  # the first attempt may have caused the second error
-                    raise first from None
+                    raise first_error from None
             finally:
                 self.backend.present_batch = None
 
     def _train_automatic(self, data: Any) -> Any:
         """Train a batch in microbatches as large as memory allows."""
-        model, found, rows = self._model, self.automatic_size, self.backend.batch(data, None).rows
-        if found.is_to_search(rows):
+        model, found_size = self._model, self.automatic_size
+        rows = self.backend.batch(data, None).rows
+        if found_size.is_to_search(rows):
             self._search(data, rows)
         while True:
-            before = None if self.window is None else self.backend.copied(self.window.sums)
+            sums_before = None if self.window is None else self.backend.copied(self.window.sums)
             try:
                 return self._attempt(data)
             except Exception as error:
@@ -142,40 +143,40 @@ class Driver(ModelState):
                 if failure is None:
                     raise
             if self.backend.has_updated():
-                size = min(found.size, rows)
-                found.fail(failure, torn_message(model.name, size, self.has_own_step))
+                size = min(found_size.size, rows)
+                found_size.fail(failure, torn_message(model.name, size, self.has_own_step))
             if self.window is not None:
-                self.window.sums = before
-            found.halve(model, rows, failure)
+                self.window.sums = sums_before
+            found_size.halve(model, rows, failure)
 
     def _search(self, data: Any, rows: int) -> None:
         """Find the largest size up to `rows`, and restore everything else."""
-        found, window = self.automatic_size, self.window
+        found_size, window = self.automatic_size, self.window
         if window is not None:  # trials reuse the memory of its sums
             window.sums = self.backend.copied(window.sums)
 
         def run(size: int) -> None:
-            found.size, self.window = size, None
+            found_size.size, self.window = size, None
             with self.backend.trying(self.has_own_step):
-                is_whole = self.takes_full_batch()
-                tried = (
+                takes_all = self.takes_full_batch()
+                trial_data = (
                     data
-                    if is_whole
+                    if takes_all
                     else self.backend.batch(data, min(2 * size, rows)).microbatch(0)
                 )
-                self._attempt(tried, is_trial=True)
+                self._attempt(trial_data, is_trial=True)
 
-        found.size = None
+        found_size.size = None
         try:
             with self.holding_back() as messages:
                 trials = SizeTrials(self.backend, self._model.trainable_variables, run)
-                found.find(self._model, rows, trials)
+                found_size.find(self._model, rows, trials)
         except BaseException:
-            found.restart()
+            found_size.restart()
             raise
         finally:
             self.window = window
-        if found.size < rows or self.accumulates():
+        if found_size.size < rows or self.accumulates():
             for message in messages:
                 self.warn_once(message)
 
@@ -183,29 +184,29 @@ class Driver(ModelState):
         model, size = self._model, self._even_size()
         batch = self.backend.batch(data, size)
         self._most_rows = max(self._most_rows, batch.rows)
-        is_whole = batch.is_split and self.takes_full_batch()
+        sees_full_batch = batch.is_split and self.takes_full_batch()
         is_alone = not (self.accumulates() or self.settings.skip_nonfinite)
         # Keras weights all replicas equally.
-        is_plain = self.backend.num_replicas == 1 or (is_whole and self.has_own_step)
-        if is_alone and (is_whole or not batch.is_split) and is_plain and not is_trial:
+        is_plain = self.backend.num_replicas == 1 or (sees_full_batch and self.has_own_step)
+        if is_alone and (sees_full_batch or not batch.is_split) and is_plain and not is_trial:
             return self.updates.whole(size or batch.rows, data)
         is_alone = is_alone and batch.is_split
         rows = size or batch.rows
         known = None
-        if self._needs_trial() and not (is_whole and is_trial):
-            is_one = not self.accumulates() and (is_whole or not batch.is_split)
+        if self._needs_trial() and not (sees_full_batch and is_trial):
+            is_one = not self.accumulates() and (sees_full_batch or not batch.is_split)
             step = Step(model, self.backend, self.has_own_step, is_alone, is_one)
             known = self._findings.of(step, data, rows, self.window)
             is_unseen = is_alone and known.is_unseen and not is_trial
             if is_unseen and self.settings.loss_over == "auto" and self.backend.trains_alone:
                 return self.updates.whole(rows, data)  # exact for any step
         if known is not None and not known.verdict.is_exact:
-            if batch.is_split and not is_whole and self.settings.loss_over == "auto":
+            if batch.is_split and not sees_full_batch and self.settings.loss_over == "auto":
                 self._adds_up = False
                 return self._train_batch(data, is_trial)
             model._warn_once(known.warning)
-        batch = self.backend.batch(data, None) if is_whole else batch
-        size = size if is_whole else None
+        batch = self.backend.batch(data, None) if sees_full_batch else batch
+        size = size if sees_full_batch else None
         return self._by_microbatches(batch, size, known, is_trial)
 
     def _needs_trial(self) -> bool:
@@ -223,12 +224,12 @@ class Driver(ModelState):
         return None if self.size is None else max(self.size // devices, 1) * devices
 
     def _by_microbatches(
-        self, batch: Batch, size: int | None, found: Known | None, is_trial: bool
+        self, batch: Batch, size: int | None, known: Known | None, is_trial: bool
     ) -> Any:
         """Train the microbatches of a batch, or the full batch with layer calls split by `size`.
 
         Args:
-            found: the verdict on the step, or None if it needs no trial.
+            known: the verdict on the step, or None if it needs no trial.
         """
         steps = self.steps
         window = self.window = self.window or Window(self.settings.accumulation_steps)
@@ -238,7 +239,7 @@ class Driver(ModelState):
             size,
             self._model.skip_nonfinite,
             self.measured_noise is not None,
-            None if found is None else found.verdict,
+            None if known is None else known.verdict,
             is_trial,
         )
         parts = _power_of_two(window.steps) * _power_of_two(batch.num_microbatches)
@@ -248,16 +249,16 @@ class Driver(ModelState):
         values = window.steps, num_microbatches, parts, batch.rows
         totals = steps.totals(batch) if mode.is_split and steps.needs_totals else None
         numbers = Numbers._make([*(self.backend.number(float(v)) for v in values), totals])
-        known, of_last = steps.prepare(mode, batch, numbers)
+        first_structure, last_structure = steps.prepare(mode, batch, numbers)
         if window.sums is None and not is_trial:
             self._weights_watch.begin(window)
         sums = window.sums or steps.begin()
-        before = None if sums is None else sums.amounts
-        alone = None if batch.is_split or is_trial else known
+        amounts_before = None if sums is None else sums.amounts
+        sole_structure = None if batch.is_split or is_trial else first_structure
         for index in range(batch.num_microbatches):
             data = batch.microbatch(index)
             try:
-                sums, logs = steps.microbatch(mode, sums, data, numbers, alone)
+                sums, logs = steps.microbatch(mode, sums, data, numbers, sole_structure)
             except Exception:  # perhaps because gradients have other shapes
                 if window.applied is not None:
                     self._check_applied(steps.step.structure, window)
@@ -265,18 +266,18 @@ class Driver(ModelState):
             is_last = index + 1 == batch.num_microbatches
             if mode.is_watched:
                 window.hold(self.backend.samples_of(data), sums.num_news)
-            structure = (of_last if is_last else known) or steps.step.structure
+            structure = (last_structure if is_last else first_structure) or steps.step.structure
             self._check_applied(structure, window)
         assert sums is not None
         if is_trial:
             self.backend.wait_for(sums)
             return None
         if logs is None:
-            logs = self.updates.report(structure, before, sums.amounts)
-        window.sums, self._structure = sums, known or structure
+            logs = self.updates.report(structure, amounts_before, sums.amounts)
+        window.sums, self._structure = sums, first_structure or structure
         if window.end_batch():
-            if found is not None:
-                self._findings.look_at(found, window, data, steps.step.written)
+            if known is not None:
+                self._findings.look_at(known, window, data, steps.step.written)
             self._update(window)
         return logs
 

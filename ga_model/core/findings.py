@@ -53,7 +53,7 @@ class Findings:
     def __init__(self, model: Any, backend: Backend) -> None:
         self._model = model
         self._backend = backend
-        self._found: dict[Any, Known] = {}  # by structure and kind of window
+        self._known: dict[Any, Known] = {}  # by structure and kind of window
 
     def of(self, step: Step, data: Any, rows: int, window: Window | None) -> Known:
         """Return what is known of a step, after a trial if one is due.
@@ -64,22 +64,22 @@ class Findings:
             window: the open window, or None.
         """
         structure = keras.tree.map_structure(_rank_and_dtype, self._backend.each(data)[0])
-        kind = step.is_split, step.is_one, repr(structure)
-        known = self._found.get(kind)
+        key = step.is_split, step.is_one, repr(structure)
+        known = self._known.get(key)
         if known is None or known.is_unseen:
             data = self._backend.samples_of(data, of_all=True)
-            known = self._found[kind] = self._first(step, data, rows, known, window)
+            known = self._known[key] = self._try_first(step, data, rows, known, window)
         elif self._is_due(known, window):
             data = self._backend.samples_of(data, of_all=True)
             with self._backend.on_one_replica():
                 if trial.still_holds(step, data, known.verdict):
                     return known
-                tried = trial.of_step(step, data, rows)
-            if self._note_later(known, data, *tried):
+                result = trial.of_step(step, data, rows)
+            if self._revise(known, data, *result):
                 self._warn_of_later(known)
         return known
 
-    def _first(
+    def _try_first(
         self, step: Step, data: Any, rows: int, assumed: Known | None, window: Window | None
     ) -> Known:
         """Try a step whose samples have shown no gradient so far, and return the result."""
@@ -89,21 +89,21 @@ class Findings:
             weighing = Weighing("sum" if isinstance(weight, str) else "loss")
             return Known(step, Verdict(weighing, otherwise=weighing))
         if not model.verify:
-            found = trial.assumed_of(step.is_own)
-            return Known(step, found, messages.unverified_message(model.name))
+            verdict = trial.assumed_of(step.is_own)
+            return Known(step, verdict, messages.unverified_message(model.name))
         before = None if assumed is None else assumed.verdict.weighing
         with self._backend.on_one_replica():
-            found, error = trial.of_step(step, data, rows, before)
+            verdict, error = trial.of_step(step, data, rows, before)
         if isinstance(error, trial.NothingSeenError):  # try the next batch, too
-            return Known(step, found._replace(differences=()), is_unseen=True)
+            return Known(step, verdict._replace(differences=()), is_unseen=True)
         if assumed is not None:
-            self._begin_again(assumed.verdict, found, window)
-        return Known(step, found, self._warning_of(step, data, found, error))
+            self._begin_again(assumed.verdict, verdict, window)
+        return Known(step, verdict, self._warning_of(step, data, verdict, error))
 
     @property
     def is_told(self) -> bool:
         """Whether a warning about a step that is not exact was given."""
-        return not all(known.verdict.is_exact for known in self._found.values())
+        return not all(known.verdict.is_exact for known in self._known.values())
 
     def look_at(self, known: Known, window: Window, data: Any, written: set[str]) -> None:
         """Try samples of a full window in which training showed news.
@@ -116,22 +116,22 @@ class Findings:
         Raises:
             FoundOtherwiseError: if the verdict changed and the window is one batch, to repeat.
         """
-        step, backend, before = known.step, self._backend, known.verdict
+        step, backend, old_verdict = known.step, self._backend, known.verdict
         if known.is_unseen and not step.is_one:
             self._look_at_unseen(window)
         if known.is_unseen or len(window.held) < 2:
             return
-        if not (chosen := window.samples_with_news()):
+        if not (samples := window.samples_with_news()):
             return
         with backend.on_one_replica():
-            found, error = trial.of_microbatches(step, chosen)
+            verdict, error = trial.of_microbatches(step, samples)
         if isinstance(error, trial.NothingSeenError):
             return
-        is_other = self._note_later(known, data, found, error)
-        if once := sorted(written.difference(found.written)):  # not in a trial
-            self._model._warn_once(messages.written_message(self._model.name, once))
-        if not is_other:
-            self._stop_watching(known, before, written)
+        has_changed = self._revise(known, data, verdict, error)
+        if written_in_training := sorted(written.difference(verdict.written)):  # not in a trial
+            self._model._warn_once(messages.written_message(self._model.name, written_in_training))
+        if not has_changed:
+            self._stop_watching(known, old_verdict, written)
             return
         if step.is_split and backend.trains_alone and (backend.traces or not step.is_own):
             window.discard()
@@ -150,34 +150,34 @@ class Findings:
         known.next_trial *= 4
         return known.verdict.is_watched
 
-    def _warning_of(self, step: Step, data: Any, found: Verdict, error: Exception | None) -> str:
+    def _warning_of(self, step: Step, data: Any, verdict: Verdict, error: Exception | None) -> str:
         """Return the warning about a step that is not exact or could not be tried, if any."""
         shapes = [] if step.is_own else shapes_in(data)  # a custom step may split any data
-        if not found.is_exact and len({rows for rows, *_ in shapes}) > 1:
+        if not verdict.is_exact and len({rows for rows, *_ in shapes}) > 1:
             return messages.unlike_rows_message(self._model.name, shapes)
         if error is not None:
             return messages.untried_message(self._model.name, error)
-        return "" if found.is_exact else messages.unlike_message(self._model.name, found)
+        return "" if verdict.is_exact else messages.unlike_message(self._model.name, verdict)
 
-    def _note_later(self, known: Known, data: Any, found: Verdict, error: Exception | None) -> bool:
+    def _revise(self, known: Known, data: Any, verdict: Verdict, error: Exception | None) -> bool:
         """Store the result of a later trial, and return whether it differs from the verdict.
 
         Processes that train together keep their first verdict.
         """
-        before, found = known.verdict, known.verdict.after_news(found)
-        known.verdict, known.warning = found, self._warning_of(known.step, data, found, error)
-        is_other = not found.is_exact or found.weighing != before.weighing
-        if is_other and not self._backend.trains_alone:
+        old_verdict, verdict = known.verdict, known.verdict.after_news(verdict)
+        known.verdict, known.warning = verdict, self._warning_of(known.step, data, verdict, error)
+        has_changed = not verdict.is_exact or verdict.weighing != old_verdict.weighing
+        if has_changed and not self._backend.trains_alone:
             self._warn_of_later(known)
-            known.verdict = before
-        return is_other
+            known.verdict = old_verdict
+        return has_changed
 
     def _warn_of_later(self, known: Known) -> None:
         """Warn that the verdict on a step changed after it had trained."""
-        model, found = self._model, known.verdict
+        model, verdict = self._model, known.verdict
         is_auto = model.loss_over == "auto" and self._backend.trains_alone
-        if found.differences and known.step.is_split and is_auto:
-            model._warn_once(messages.whole_from_now_message(model.name, found))
+        if verdict.differences and known.step.is_split and is_auto:
+            model._warn_once(messages.whole_from_now_message(model.name, verdict))
         else:
             model._warn_once(known.warning or messages.late_message(model.name))
 
@@ -194,13 +194,13 @@ class Findings:
         if known.num_fruitless == _MOST_FRUITLESS:
             known.verdict = known.verdict.without_news(written)
 
-    def _begin_again(self, assumed: Verdict, found: Verdict, window: Window | None) -> None:
+    def _begin_again(self, assumed: Verdict, verdict: Verdict, window: Window | None) -> None:
         """Discard microbatches without a gradient whose assumed weights were wrong."""
-        before, now = ((v.weighing, v.kinds, v.is_folded) for v in (assumed, found))
+        before, now = ((v.weighing, v.kinds, v.is_folded) for v in (assumed, verdict))
         if before == now or window is None or window.sums is None:
             return
         window.sums = None
-        if not (found.weighing.is_sum or found.kinds.has_sum):
+        if not (verdict.weighing.is_sum or verdict.kinds.has_sum):
             self._model._warn_once(messages.late_message(self._model.name))
 
     def _look_at_unseen(self, window: Window) -> None:

@@ -75,24 +75,24 @@ class LayerCall:
         args: Any,
         kwargs: Any,
         size: int,
-        known: Callable[[Any], Any],
+        samples_of: Callable[[Any], Any],
     ) -> None:
         self._backend, self._layer, self._call = backend, layer, call
-        self._arguments, self._size, self._known = (args, kwargs), size, known
+        self._arguments, self._size, self._samples_of = (args, kwargs), size, samples_of
         self._leaves: list[Any] = []  # in the order of `map_structure`, unlike that of `flatten`
         keras.tree.map_structure(self._leaves.append, self._arguments)
         self._leaves = list(map(_tensor_of, self._leaves))
         tensors = [(i, leaf) for i, leaf in enumerate(self._leaves) if _is_array(leaf)]
-        found = [(place, tensor) for place, tensor in tensors if len(tensor.shape)]
-        first = next((tensor for _, tensor in found if tensor.shape[0] != 1), None)
-        rows = 0 if first is None else _numbers.shape_of(first)[0]
+        arrays = [(place, tensor) for place, tensor in tensors if len(tensor.shape)]
+        first_array = next((tensor for _, tensor in arrays if tensor.shape[0] != 1), None)
+        rows = 0 if first_array is None else _numbers.shape_of(first_array)[0]
         if isinstance(rows, int) and rows <= size:
             raise NotByRowsError("")
         if why := backend.why_whole(layer):
             raise NotByRowsError(why)
         self._build()
-        length = None if first is None else first.shape[0]
-        self._places = [place for place, tensor in found if tensor.shape[0] == length]
+        length = None if first_array is None else first_array.shape[0]
+        self._places = [place for place, tensor in arrays if tensor.shape[0] == length]
         self._shared = [place for place, _ in tensors if place not in self._places]
         samples = [self._leaves[place] for place in self._places]
         masks = [mask_of(tensor) for tensor in samples]
@@ -113,13 +113,13 @@ class LayerCall:
         """Create the variables of the layer: not possible in a stateless scope."""
         if is_built(self._layer):
             return
-        rest = (
+        leaves = (
             keras.KerasTensor(leaf.shape, keras.backend.standardize_dtype(leaf.dtype))
             if _is_array(leaf)
             else leaf
             for leaf in self._leaves
         )
-        args, kwargs = keras.tree.map_structure(lambda _: next(rest), self._arguments)
+        args, kwargs = keras.tree.map_structure(lambda _: next(leaves), self._arguments)
         try:
             with inside_of_call.set(True):
                 keras.backend.compute_output_spec(self._layer, *args, **kwargs)
@@ -151,48 +151,48 @@ class LayerCall:
         for place, mask in zip(self._masked, samples[len(self._places) :]):
             leaves[place] = ops.copy(leaves[place])  # its other uses may have other masks
             set_mask(leaves[place], mask)
-        rest = iter(leaves)
-        args, kwargs = keras.tree.map_structure(lambda _: next(rest), self._arguments)
-        known = dict(self._scope.state_mapping) if self._scope and knows_others else {}
+        remaining = iter(leaves)
+        args, kwargs = keras.tree.map_structure(lambda _: next(remaining), self._arguments)
+        other_values = dict(self._scope.state_mapping) if self._scope and knows_others else {}
         recorder = MomentsRecorder(self._backend.place)
         self._python.put_back()
         with scope_of(self._variables, state) as scope:
-            for key, value in known.items():  # other variables, of layers that share them
+            for key, value in other_values.items():  # other variables, of layers that share them
                 scope.state_mapping.setdefault(key, value)
             before = dict(scope.state_mapping)
             recorded = present_recorder.set(recorder)
             with unrecorded(), waiting(None), inside_of_call.set(True), recorded:
                 outputs = self._call(*args, **kwargs)
             losses = losses_of_scope(scope)
-            now = scope.state_mapping
-        own = {id(variable) for variable in self._variables}
-        if any(now[key] is not before.get(key) for key in now if key not in own):
+            mapping = scope.state_mapping
+        own_ids = {id(variable) for variable in self._variables}
+        if any(mapping[key] is not before.get(key) for key in mapping if key not in own_ids):
             raise NotByRowsError("it writes to a variable of another layer")
-        values = (now[id(variable)] for variable in self._variables)
+        values = (mapping[id(variable)] for variable in self._variables)
         if not all(map(self._backend.is_at_hand, values)):
             raise NotByRowsError(
                 "it writes to a variable in a branch, a loop or a function of its own"
             )
         self._adders = [adder_of(loss, self._layer) for loss in losses]
         self.normalizations = recorder.calls
-        given: list[Any] = []
-        keras.tree.map_structure(given.append, outputs)
-        if any(_holds_tensors(leaf) for leaf in given if not _is_array(leaf)):
+        output_leaves: list[Any] = []
+        keras.tree.map_structure(output_leaves.append, outputs)
+        if any(_holds_tensors(leaf) for leaf in output_leaves if not _is_array(leaf)):
             raise NotByRowsError("it returns tensors in an object that cannot be concatenated")
         for part, name, value in self._python.changed():
             if not type(part).__module__.startswith("keras.") and _has_tensors([value]):
                 raise NotByRowsError(f"it stores a tensor in its attribute `{name}`")
-        self._tensors = [place for place, leaf in enumerate(given) if _is_array(leaf)]
+        self._tensors = [place for place, leaf in enumerate(output_leaves) if _is_array(leaf)]
         self._outputs = keras.tree.map_structure(lambda x: 0 if _is_array(x) else x, outputs)
-        tensors = [given[place] for place in self._tensors]
+        tensors = [output_leaves[place] for place in self._tensors]
         attached = {
             f"{place} {name}": tensor
             for place, output in enumerate(tensors)
             for name, tensor in self._backend.attached_to(output).items()
         }
-        kept = recorder.written()
+        averages = recorder.written()
         after = [
-            old if id(variable) in kept else now[id(variable)]
+            old if id(variable) in averages else mapping[id(variable)]
             for variable, old in zip(self._variables, state)
         ]
         pairs = enumerate(zip(after, state))
@@ -205,50 +205,50 @@ class LayerCall:
         Args:
             training: whether the call runs in training mode, or None.
         """
-        known = self._backend.known_calls  # by layer, mode and shapes
+        cache = self._backend.known_calls  # by layer, mode and shapes
         arrays = [(tuple(a.shape[1:]), str(a.dtype)) for a in self.samples]
         shared = [(place, tuple(self._leaves[place].shape)) for place in self._shared]
         static = str([leaf for leaf in self._leaves if not _is_array(leaf)])
         key = (id(self._layer), training, static, *self._places, *arrays, *shared)
-        if key not in known:
-            known[key] = self._layer, *self._analyze()  # with the layer, to keep its id unique
-        why: str | None
-        _, why, self.kinds, self._written = known[key]
-        return why
+        if key not in cache:
+            cache[key] = self._layer, *self._analyze()  # with the layer, to keep its id unique
+        reason: str | None
+        _, reason, self.kinds, self._written = cache[key]
+        return reason
 
     def _analyze(self) -> tuple[str | None, list[Any], list[int]]:
         """Try the call. Return a reason or None, kinds of losses, indices of written variables."""
-        number = 1  # of outputs and attached tensors
+        num_outputs = 1  # of outputs and attached tensors
 
         def outputs(fixed: list[Any], samples: list[Any]) -> list[Any]:
-            nonlocal number
+            nonlocal num_outputs
             _, traced = self._run(fixed, samples, knows_others=False)
             arrays = [*traced.outputs, *traced.attached.values()]
-            number = len(arrays)
+            num_outputs = len(arrays)
             return [*arrays, *map(ops.sum, traced.losses)]
 
         def without_losses(fixed: list[Any], samples: list[Any]) -> list[Any]:
-            return outputs(fixed, samples)[:number]
+            return outputs(fixed, samples)[:num_outputs]
 
         normalizing = [layer for layer in layers_in(self._layer) if is_known(layer)]
-        before = self._python
+        python_state = self._python
         try:
             with _averaging.of(normalizing), _uses_averages.set(True):
                 self._python = PythonState(self._layer)  # after patching methods
                 trained = [bool(variable.trainable) for variable in self._variables]
                 trained += [True for _ in self._shared]
-                given = self._layer, self._fixed, self.samples
-                run = self._backend.run_isolated(IsolatedCall(outputs, *given))
+                arguments = self._layer, self._fixed, self.samples
+                run = self._backend.run_isolated(IsolatedCall(outputs, *arguments))
                 gradients = None
                 if has_own_gradients(self._layer, self._backend):
-                    of_outputs = IsolatedCall(without_losses, *given)
+                    of_outputs = IsolatedCall(without_losses, *arguments)
                     gradients = self._backend.run_isolated(of_outputs, derives=True)
                 dtypes = {part.compute_dtype for part in layers_in(self._layer)}
                 is_half = not dtypes.isdisjoint(HALF)
                 is_own = has_own_operations(self._layer, self._backend)
-                known = [self._known(array) if is_own else None for array in self.samples]
-                found, adds_up = kinds_of_call(
-                    run, gradients, self._fixed, self.samples, known, trained, is_half
+                trial_data = [self._samples_of(array) if is_own else None for array in self.samples]
+                kinds, adds_up = kinds_of_call(
+                    run, gradients, self._fixed, self.samples, trial_data, trained, is_half
                 )
         except NotByRowsError as error:
             return str(error), [], self._written
@@ -257,21 +257,21 @@ class LayerCall:
                 raise
             return f"it cannot be run by itself ({text_of(error)})", [], self._written
         finally:
-            self._python = before
-            before.put_back()
-        others = found[:number]
-        why = None if adds_up else _NOT_ROWS_BACK
-        why = why if all(kind == "rows" for kind in others) else _NOT_ROWS
-        return why, found[number:], self._written
+            self._python = python_state
+            python_state.put_back()
+        output_kinds = kinds[:num_outputs]
+        reason = None if adds_up else _NOT_ROWS_BACK
+        reason = reason if all(kind == "rows" for kind in output_kinds) else _NOT_ROWS
+        return reason, kinds[num_outputs:], self._written
 
     def written(self) -> list[str]:
         """Return the paths of variables that it writes to, except seeds and BatchNormalization."""
         parts = layers_in(self._layer)
         normal = [part for part in parts if isinstance(part, keras.layers.BatchNormalization)]
-        known = ids_of_seeds(self._layer)
-        known |= {id(variable) for part in normal for variable in part.variables}
-        found = [self._variables[place] for place in self._written]
-        return sorted({variable.path for variable in found if id(variable) not in known})
+        excluded = ids_of_seeds(self._layer)
+        excluded |= {id(variable) for part in normal for variable in part.variables}
+        written = [self._variables[place] for place in self._written]
+        return sorted({variable.path for variable in written if id(variable) not in excluded})
 
     def by_microbatches(self, most: int | None) -> Any:
         """Run the call by microbatches, and return its outputs.
@@ -296,10 +296,10 @@ class LayerCall:
             ]
             return [state[place] for place in written], traced._replace(losses=losses)
 
-        begun = [self._state[place] for place in written]
-        given = self._layer, run, begun, self._fixed, self.samples, self._size, most
+        initial = [self._state[place] for place in written]
+        arguments = self._layer, run, initial, self._fixed, self.samples, self._size, most
         try:
-            carried, traced = self._backend.by_microbatches(Split(*given))
+            carried, traced = self._backend.by_microbatches(Split(*arguments))
         except BaseException:
             self._python.put_back()
             raise
@@ -315,15 +315,15 @@ class LayerCall:
                 call.move(moments)
         outputs = list(traced.outputs)
         for key, tensor in traced.attached.items():
-            number, name = key.split()
-            output = outputs[int(number)]
-            outputs[int(number)] = self._backend.with_attached(output, name, tensor)
+            index, name = key.split()
+            output = outputs[int(index)]
+            outputs[int(index)] = self._backend.with_attached(output, name, tensor)
         leaves: list[Any] = []
         keras.tree.map_structure(leaves.append, self._outputs)
         for place, output in zip(self._tensors, outputs):
             leaves[place] = output
-        rest = iter(leaves)
-        return keras.tree.map_structure(lambda _: next(rest), self._outputs)
+        remaining = iter(leaves)
+        return keras.tree.map_structure(lambda _: next(remaining), self._outputs)
 
 
 def _tensor_of(leaf: Any) -> Any:

@@ -103,7 +103,7 @@ class StepLosses:
         self._position = position
         self.compiled: list[Term] = []
         self._additional: list[Any] = []  # of layers, then of weight regularizers
-        self._known_terms: tuple[tuple[int, int], LossTerms] | None = None
+        self._cached_terms: tuple[tuple[int, int], LossTerms] | None = None
         self.lost: list[Any] = []
         self.values: dict[str, Any] = {}
         self.added: list[Any] = []
@@ -113,12 +113,12 @@ class StepLosses:
 
     def entries(self) -> tuple[Any, ...]:
         """Return the number of loss values of each unmasked mean, if there are several."""
-        found = [term.weight for term in self.compiled if term.kind == "rows"]
-        return tuple(map(_numbers.float64, found)) if len(found) > 1 else ()
+        counts = [term.weight for term in self.compiled if term.kind == "rows"]
+        return tuple(map(_numbers.float64, counts)) if len(counts) > 1 else ()
 
     def release(self) -> None:
         """Release all tensors."""
-        self.compiled, self._additional, self._known_terms = [], [], None
+        self.compiled, self._additional, self._cached_terms = [], [], None
         self.added, self.lost, self.values, self._data = [], [], {}, None
 
     def note_term(self, term: Term) -> None:
@@ -135,10 +135,10 @@ class StepLosses:
 
     def terms(self) -> LossTerms:
         """Return the terms of the loss so far, with the weight that serves them."""
-        so_far = (len(self.compiled), len(self._additional))
-        if self._known_terms is None or self._known_terms[0] != so_far:
-            self._known_terms = (so_far, self._combine())
-        return self._known_terms[1]
+        lengths = (len(self.compiled), len(self._additional))
+        if self._cached_terms is None or self._cached_terms[0] != lengths:
+            self._cached_terms = (lengths, self._combine())
+        return self._cached_terms[1]
 
     @property
     def is_told(self) -> bool:
@@ -148,11 +148,11 @@ class StepLosses:
     def _combine(self) -> LossTerms:
         # Keras adds the losses of layers first, then those of weight regularizers.
         regularizers = [v for v in self._model.trainable_weights if getattr(v, "regularizer", None)]
-        first = max(0, len(self._additional) - len(regularizers))
-        regularization = self._additional[first:]
+        num_of_layers = max(0, len(self._additional) - len(regularizers))
+        regularization = self._additional[num_of_layers:]
         additional = [
             (value, self._is_sum_of_samples(index))
-            for index, value in enumerate(self._additional[:first])
+            for index, value in enumerate(self._additional[:num_of_layers])
         ]
         weight = self._backend.microbatch_weight(self._data)
         if weight is not None:
@@ -189,7 +189,7 @@ class StepLosses:
         """
         assumed = "rows" if number is None else "mean"
         is_loss = isinstance(loss, keras.losses.Loss)
-        if self._is_ruled or (is_loss and is_by_sample(loss) and _fit(loss, y_true, y_pred)):
+        if self._is_ruled or (is_loss and is_by_sample(loss) and _shapes_fit(loss, y_true, y_pred)):
             return assumed
         if self._kinds is None:
             raise NeedsTrialError
@@ -204,7 +204,7 @@ class StepLosses:
         return num_rows(unpack(self._data)[0])
 
 
-def _fit(loss: Any, y_true: Any, y_pred: Any) -> bool:
+def _shapes_fit(loss: Any, y_true: Any, y_pred: Any) -> bool:
     """Return whether targets and outputs do not broadcast along the samples."""
     names = type(loss).__name__, getattr(getattr(loss, "fn", None), "__name__", "")
     takes_classes = any("sparse" in name.lower() for name in names)  # targets lack the class axis
@@ -229,17 +229,17 @@ def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
 
     def observe(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         seen: list[Any] = []
-        value = _seeing(loss, seen)(y_true, y_pred, sample_weight)
+        value = _observed_twin(loss, seen)(y_true, y_pred, sample_weight)
         values = seen[-1] if seen else None
         is_number = values is not None and len(values.shape) == 0
-        found = losses.kind_of(name, loss, y_true, y_pred, values if is_number else None)
+        loss_kind = losses.kind_of(name, loss, y_true, y_pred, values if is_number else None)
         is_product = is_number and sample_weight is not None
         rows = num_rows(y_pred)
         weight: Any = rows
         kind: Hashable = "rows"
         lost: tuple[Any, ...] = ()
         if is_number and not is_product:  # no reduction changes a scalar
-            if found == "sum":
+            if loss_kind == "sum":
                 weight, kind = None, "sum"
             else:  # Keras does not scale it for replicas
                 value = scaled_for_replicas(value)
@@ -258,7 +258,7 @@ def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
     return observe
 
 
-def _seeing(loss: Any, seen: list[Any]) -> Any:
+def _observed_twin(loss: Any, seen: list[Any]) -> Any:
     """Return a twin of a loss that records the values that it computes.
 
     Args:

@@ -87,23 +87,23 @@ def waiting(calls: MetricCalls | None) -> Iterator[None]:
         yield
 
 
-def _remembered(metric: Any, result: Callable[..., Any]) -> Callable[..., Any]:
-    def remembered(*args: Any, **kwargs: Any) -> Any:
+def _recorded(metric: Any, result: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(*args: Any, **kwargs: Any) -> Any:
         calls = _calls.get()
         if calls is None:
             return result(*args, **kwargs)
         with calls.unnoted():
-            found = result(*args, **kwargs)
-        return calls.note_result(metric, found)
+            value = result(*args, **kwargs)
+        return calls.note_result(metric, value)
 
-    return remembered
+    return recorded
 
 
 # Within its context, all results of metrics are recorded.
-noting_results = MethodPatch("result", _remembered)
+noting_results = MethodPatch("result", _recorded)
 
 
-def _letting_wait(_: Any, update_state: Callable[..., Any]) -> Callable[..., Any]:
+def _delayed(_: Any, update_state: Callable[..., Any]) -> Callable[..., Any]:
     def update(metric: Any, values: Any, sample_weight: Any = None) -> Any:
         calls = _calls.get()
         # Values per sample add up over microbatches, so they are not delayed.
@@ -115,7 +115,7 @@ def _letting_wait(_: Any, update_state: Callable[..., Any]) -> Callable[..., Any
     return update
 
 
-_updates_of_means = MethodPatch("update_state", _letting_wait)
+_updates_of_means = MethodPatch("update_state", _delayed)
 
 
 def _is_scalar(value: Any) -> bool:

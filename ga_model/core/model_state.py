@@ -54,14 +54,14 @@ class ModelState:
 
     # Settings.
 
-    def change(self, **given: Any) -> None:
+    def change(self, **settings: Any) -> None:
         """Change settings, after validating them. None switches a setting off."""
-        given = passed(**given)
-        Settings(**given).check_with(optimizers_in(vars(self._model)))
-        self.settings = dataclasses.replace(self.settings, **given)
-        if "accumulation_steps" in given and self.window is not None:
+        settings = passed(**settings)
+        Settings(**settings).check_with(optimizers_in(vars(self._model)))
+        self.settings = dataclasses.replace(self.settings, **settings)
+        if "accumulation_steps" in settings and self.window is not None:
             self.window.set_steps(self.settings.accumulation_steps)
-        if "microbatch_size" in given:
+        if "microbatch_size" in settings:
             self.automatic_size.restart()
 
     @property

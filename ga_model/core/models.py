@@ -44,13 +44,13 @@ def instances_in(value: Any, classes: Any) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _kind_of(of_value: type, classes: Any) -> str | None:
+def _kind_of(cls: type, classes: Any) -> str | None:
     """Return how `instances_in` treats instances of a class."""
-    if issubclass(of_value, dict):
+    if issubclass(cls, dict):
         return "dict"
-    if issubclass(of_value, (list, tuple)):
+    if issubclass(cls, (list, tuple)):
         return "list"
-    return "instance" if issubclass(of_value, classes) else None
+    return "instance" if issubclass(cls, classes) else None
 
 
 def is_of_keras(model: Any, name: str) -> bool:

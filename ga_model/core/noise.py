@@ -111,8 +111,8 @@ def averaged(before: Any, decay: Any, squares: Squares, weight: Any, norm: Any) 
         norm: |g|^2, the squared norm of the window's gradient.
     """
     trace = (squares.total - weight * norm) / (squares.number - 1.0)
-    found = trace, norm - trace / weight, weight, ops.ones(())
-    values = ops.stack([_numbers.like(before, value) for value in found])
+    estimates = trace, norm - trace / weight, weight, ops.ones(())
+    values = ops.stack([_numbers.like(before, value) for value in estimates])
     decay = _numbers.like(before, decay)
     after = ops.append(decay * before[:4] + (1.0 - decay) * values, before[4] + 1)
     # Leave out windows of one microbatch, and skipped updates.

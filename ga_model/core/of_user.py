@@ -22,9 +22,9 @@ def _name_of(function: Any) -> str | None:
 
 def is_by_sample(loss: Any) -> bool:
     """Return whether a loss is a Keras loss that treats each sample separately."""
-    found, function = type(loss), getattr(loss, "fn", None)
-    name = found.__name__ if function is None else _name_of(function)
-    is_of_keras = found.__module__.startswith("keras.") and name is not None
+    loss_class, function = type(loss), getattr(loss, "fn", None)
+    name = loss_class.__name__ if function is None else _name_of(function)
+    is_of_keras = loss_class.__module__.startswith("keras.") and name is not None
     is_over_samples = arguments_of_loss(loss).get("axis", -1) not in (None, -1)
     return is_of_keras and name not in _COMPARING and not is_over_samples
 
@@ -33,8 +33,8 @@ def parts_of(metric: Any) -> list[Any]:
     """Return a metric of `model.metrics` and the metrics that it contains, in this order."""
     if type(metric).__name__ == "CompileMetrics":
         return [part for inner in metric.metrics for part in parts_of(inner)]
-    held = instances_in(vars(metric), keras.metrics.Metric)
-    return unique([metric, *(part for inner in held for part in parts_of(inner))])
+    inner_metrics = instances_in(vars(metric), keras.metrics.Metric)
+    return unique([metric, *(part for inner in inner_metrics for part in parts_of(inner))])
 
 
 def is_of_user(value: Any) -> bool:
@@ -48,13 +48,13 @@ def counts_samples(metric: Any) -> bool:
     parts = [metric, *parts_of(metric)]
     if any(map(is_along_samples, parts)):
         return False
-    held = [value for part in parts for value in vars(part).values()]
+    values = [value for part in parts for value in vars(part).values()]
     # Losses reduce their values to one number.
-    is_of_others = any(
+    has_other_code = any(
         is_of_user(value) or isinstance(value, keras.losses.Loss) or _name_of(value) in _COMPARING
-        for value in held
+        for value in values
     )
-    return all(type(part).__module__.startswith("keras.") for part in parts) and not is_of_others
+    return all(type(part).__module__.startswith("keras.") for part in parts) and not has_other_code
 
 
 def others_of_user(model: Any) -> list[Any]:
@@ -65,18 +65,18 @@ def others_of_user(model: Any) -> list[Any]:
     """
     losses = instances_in(getattr(model, "loss", None), keras.losses.Loss)
     compiled = [*losses, *(part for metric in model.metrics for part in parts_of(metric))]
-    layers, found = layers_in(model), [p for p in unique(compiled) if not is_of_library(p)]
-    known = {id(part) for part in (*layers, *found)}
-    packages = {_package(part) for part in (*layers, *found) if not is_of_library(part)}
-    waiting = [*layers, *found] if packages else []
-    while waiting:
-        for value in leaves_in(vars(waiting.pop()).values()):
-            is_new = id(value) not in known and not isinstance(value, type)
+    layers, objects = layers_in(model), [p for p in unique(compiled) if not is_of_library(p)]
+    seen = {id(part) for part in (*layers, *objects)}
+    packages = {_package(part) for part in (*layers, *objects) if not is_of_library(part)}
+    queue = [*layers, *objects] if packages else []
+    while queue:
+        for value in leaves_in(vars(queue.pop()).values()):
+            is_new = id(value) not in seen and not isinstance(value, type)
             if is_new and hasattr(value, "__dict__") and _package(value) in packages:
-                known.add(id(value))
-                found.append(value)
-                waiting.append(value)
-    return found
+                seen.add(id(value))
+                objects.append(value)
+                queue.append(value)
+    return objects
 
 
 def _package(part: Any) -> str:

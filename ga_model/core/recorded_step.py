@@ -69,36 +69,36 @@ class RecordedStep:
             gradients: sums that the backward pass adds to, or None.
         """
         model = self._model
-        whole = None
+        full_batch = None
         if mode.is_split:
-            totals = functools.partial(_known, numbers.totals)
-            whole = FullBatch(numbers.rows, mode.is_alone, totals)
+            totals = functools.partial(_required, numbers.totals)
+            full_batch = FullBatch(numbers.rows, mode.is_alone, totals)
         position = Position(
             numbers.steps,
             numbers.num_microbatches,
             numbers.parts,
             num_counted == 0,
             unit,
-            whole,
+            full_batch,
             sums=gradients,
         )
         state = [*model.non_trainable_variables, *model.metrics_variables] if mode.skips else []
         before = [copy_of(variable) for variable in state]
-        found = self._weigh_one(mode, position, data)
+        sums = self._weigh_one(mode, position, data)
         if mode.is_measured:
-            if found.total is None:
+            if sums.total is None:
                 raise ValueError(messages.noise_of_sum_message(model.name))
             applied = self.structure.applied
             squares = (
-                Squares.of(gradients, part.variables, found.total, scale)
-                for part, (gradients, scale) in zip(applied, by_optimizer(applied, found.gradients))
+                Squares.of(gradients, part.variables, sums.total, scale)
+                for part, (gradients, scale) in zip(applied, by_optimizer(applied, sums.gradients))
             )
-            found = found._replace(squares=tuple(squares))
+            sums = sums._replace(squares=tuple(squares))
         if mode.skips:
-            is_finite, found = _skipped(found)
+            is_finite, sums = _skipped(sums)
             for variable, value in zip(state, before):
                 variable.assign(_numbers.where(is_finite, copy_of(variable), value))
-        return found
+        return sums
 
     def _weigh_one(self, mode: Mode, position: Position, data: Any) -> Sums:
         """Run the step, and weight the microbatch by the verdict."""
@@ -108,36 +108,36 @@ class RecordedStep:
         def run(data: Any) -> tuple[Any, ...]:
             nonlocal written
             recording, recorder, logs, written = self._run(mode, position, data)
-            own, of_metrics = ({}, ()) if verdict.is_folded else recording.split_logs(logs)
+            own_logs, metric_logs = ({}, ()) if verdict.is_folded else recording.split_logs(logs)
             updates, losses = recording.updates(), recording.losses
             self.found = Structure(
                 recording.applied,
                 [update for update, _ in updates],
                 recorder.calls,
-                tuple(own),
-                of_metrics,
+                tuple(own_logs),
+                metric_logs,
             )
             counts = [_numbers.float64(count) for _, count in updates]
             numbers = list(zip(recording.numbers(), counts, recording.means()))
-            is_said = verdict.is_folded or recording.says_weight
-            said = losses.terms().weight if is_said else None
-            said = None if said is None else _numbers.float64(said)
+            is_weighed = verdict.is_folded or recording.says_weight
+            of_loss = losses.terms().weight if is_weighed else None
+            of_loss = None if of_loss is None else _numbers.float64(of_loss)
             weight = recording.relative_weight, recording.unit
-            found = recording.gradients, recorder.moments, numbers, own
+            result = recording.gradients, recorder.moments, numbers, own_logs
             has_lost = functools.reduce(operator.or_, losses.lost, _numbers.int32(0) > 0)
             entries = losses.entries() if verdict.is_folded else ()
             recording.release()
-            return (*found, said, weight, has_lost, entries)
+            return (*result, of_loss, weight, has_lost, entries)
 
         scalars: dict[str, Any] = {}
         is_noted = verdict.needed_scalars or (verdict.watched and self._backend.traces)
         if not is_noted:
-            found = run(data)
+            result = run(data)
         else:
-            found, noted = self._backend.noting(run, (data,))
+            result, noted = self._backend.noting(run, (data,))
             scalars = noted.scalars
-        gradients, moments, numbers, own, said, (relative, unit), has_lost, entries = found
-        seen = Seen(num_rows(unpack(data)[0]), scalars, said)
+        gradients, moments, numbers, own_logs, of_loss, (relative, unit), has_lost, entries = result
+        seen = Seen(num_rows(unpack(data)[0]), scalars, of_loss)
         num_news = _numbers.int32(0)
         if mode.is_watched:
             self.written |= {variable.path for variable in written}
@@ -154,7 +154,7 @@ class RecordedStep:
             for place, (value, count, mean) in enumerate(numbers)
         ]
         amounts += [
-            _weighed(own[name], verdict.of_log(name), seen, position)
+            _weighed(own_logs[name], verdict.of_log(name), seen, position)
             for name in self.structure.own_logs
         ]
         gradients = [with_values(g, _numbers.widened) for g in gradients]
@@ -167,12 +167,12 @@ class RecordedStep:
                 with_values(g, lambda values: values * _numbers.like(values, relative))
                 for g in gradients
             ]
-            once = _numbers.share(_numbers.float64(weighing.epsilon), unit)
+            shared_epsilon = _numbers.share(_numbers.float64(weighing.epsilon), unit)
             # Each process and replica has a first microbatch.
             share = 1.0 / (self._backend.num_processes * self._backend.num_replicas)
-            total = relative - once * _numbers.where(position.is_first, 1.0 - share, 1.0)
+            total = relative - shared_epsilon * _numbers.where(position.is_first, 1.0 - share, 1.0)
         counted = _numbers.int32(1), _numbers.int32(0)
-        gradients = [_ended(g, total, unit) for g in gradients]
+        gradients = [_with_unit(g, total, unit) for g in gradients]
         return Sums(
             gradients, total, unit, *counted, has_lost, num_news, moments, amounts, entries=entries
         )
@@ -201,12 +201,12 @@ class RecordedStep:
             passing_moments(layers),
             splitting,
         ):
-            logs, of_step = backend.run_step(data)
+            logs, all_written = backend.run_step(data)
         recorder.put_back()
-        self.writes_to |= set(map(id, of_step))
+        self.writes_to |= set(map(id, all_written))
         if model.trainable_weights and not (recording.applied or mode.is_trial):
             raise RuntimeError(messages.not_recorded_message(model.name))
-        written = self._without_state(of_step, layers) if of_step else []
+        written = self._without_state(all_written, layers) if all_written else []
         if written and verdict is None and not mode.is_trial:  # otherwise the trial compared them
             paths = [variable.path for variable in written]
             model._warn_once(messages.written_message(model.name, paths))
@@ -215,24 +215,24 @@ class RecordedStep:
             model._warn_once(messages.own_averages_message(names))
         if mode.size is None:
             normalized = [call.layer for call in recorder.calls]
-            known = {id(variable) for variable in of_step}
-            others = [
+            written_ids = {id(variable) for variable in all_written}
+            unpooled = [
                 layer.name
                 for layer in layers
                 if not is_in(layer, normalized)
-                and any(id(variable) in known for variable in layer.non_trainable_variables)
+                and any(id(variable) in written_ids for variable in layer.non_trainable_variables)
             ]
             for message in messages.batch_normalization_messages(
-                [part.name for part in normalized], others
+                [part.name for part in normalized], unpooled
             ):
                 model._warn_once(message)
         return recording, recorder, logs, written
 
     def _without_state(self, written: list[Any], normalizing: list[Any]) -> list[Any]:
         """Return the written variables that are not seeds or running averages."""
-        known = ids_of_seeds(self._model)
-        known |= {id(v) for layer in normalizing for v in layer.non_trainable_variables}
-        return [variable for variable in written if id(variable) not in known]
+        excluded = ids_of_seeds(self._model)
+        excluded |= {id(v) for layer in normalizing for v in layer.non_trainable_variables}
+        return [variable for variable in written if id(variable) not in excluded]
 
     def weigh(self, data: Any) -> list[Any]:
         """Run a forward pass, and return the weights of the terms of the compiled loss."""
@@ -261,13 +261,13 @@ def _weighed(
     return Amount._make(map(_numbers.float64, (numerator, rest, count, 1.0)))
 
 
-def _known(totals: list[Any] | None) -> list[Any]:
+def _required(totals: list[Any] | None) -> list[Any]:
     if totals is None:
         raise NeedsTotalsError
     return totals
 
 
-def _ended(gradient: Any, total: Any, unit: Any) -> Any:
+def _with_unit(gradient: Any, total: Any, unit: Any) -> Any:
     """Return a sparse gradient with its unit, and zeros if the microbatch does not count."""
     if not isinstance(gradient, Rows):
         return gradient
@@ -277,15 +277,15 @@ def _ended(gradient: Any, total: Any, unit: Any) -> Any:
     return gradient._replace(values=values, unit=unit)
 
 
-def _skipped(found: Sums) -> tuple[Any, Sums]:
+def _skipped(sums: Sums) -> tuple[Any, Sums]:
     """Return whether all gradients of a microbatch are finite, and its sums, zero if not."""
-    values = [values_of(g) for g in found.gradients if g is not None]
+    values = [values_of(g) for g in sums.gradients if g is not None]
     parts = [ops.all(ops.isfinite(v)) for v in values]
     is_finite = functools.reduce(operator.and_, parts, _numbers.int32(0) == 0)
     counted = keras.tree.map_structure(
-        lambda v: None if v is None else _numbers.if_so(is_finite, v), found
+        lambda v: None if v is None else _numbers.if_so(is_finite, v), sums
     )
-    unit = _numbers.where(ops.isfinite(found.unit), found.unit, 1.0)
+    unit = _numbers.where(ops.isfinite(sums.unit), sums.unit, 1.0)
     return is_finite, counted._replace(
         num_skipped=ops.cast(_numbers.is_not(is_finite), "int32"), unit=unit
     )

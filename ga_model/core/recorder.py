@@ -57,9 +57,9 @@ def by_optimizer(
     applied: Sequence[Applied], gradients: list[Any]
 ) -> Iterator[tuple[list[Any], Any]]:
     """Yield the gradients of each optimizer, and its loss scale."""
-    left = iter(gradients)
+    remaining = iter(gradients)
     for optimizer, variables, _ in applied:
-        yield [next(left) for _ in variables], optimizer.scale_loss(ops.ones(()))
+        yield [next(remaining) for _ in variables], optimizer.scale_loss(ops.ones(()))
 
 
 class Recording:
@@ -184,14 +184,14 @@ class Recording:
         if self._is_trial and self.applied:
             return
         optimizer, variables, _ = applied
-        is_again = any(optimizer is other.optimizer for other in self.applied)
-        if is_again or (self.applied and not self.backend.has_several_optimizers):
+        is_repeated = any(optimizer is other.optimizer for other in self.applied)
+        if is_repeated or (self.applied and not self.backend.has_several_optimizers):
             message = messages.applied_twice_message(self.model.name, optimizer.name)
             raise CannotAccumulateError(message)
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         if self.moves_by is not None:
-            of_optimizer = optimizer.variables
-            pairs = zip(of_optimizer, values or [None] * len(of_optimizer))
+            optimizer_variables = optimizer.variables
+            pairs = zip(optimizer_variables, values or [None] * len(optimizer_variables))
             scalars = [(v, value) for v, value in pairs if len(v.shape) == 0]
             self.at_updates += [(v, copy_of(v) if x is None else x) for v, x in scalars]
         if is_in(optimizer, self._divided):
@@ -250,21 +250,21 @@ class Recording:
             Scalars or arrays by name, and tuples of a name, a metric, and the key of its result or
             None. Names are those of `flat_logs`.
         """
-        own: dict[str, Any] = {}
+        own_logs: dict[str, Any] = {}
         of_metrics: list[tuple[str, Any, Any]] = []
         for name, value in flat_logs(logs if isinstance(logs, dict) else {}).items():
-            known = next((r for r in self._metrics.results if r[0] is value), None)
-            if known is not None:
-                of_metrics.append((name, *known[1:]))
+            result = next((r for r in self._metrics.results if r[0] is value), None)
+            if result is not None:
+                of_metrics.append((name, *result[1:]))
             elif isinstance(value, (np.ndarray, keras.Variable)):
-                own[name] = _numbers.float64(ops.convert_to_tensor(value))
+                own_logs[name] = _numbers.float64(ops.convert_to_tensor(value))
             elif ops.is_tensor(value) or isinstance(value, (int, float, np.generic)):
-                own[name] = _numbers.float64(value)
-        return own, tuple(of_metrics)
+                own_logs[name] = _numbers.float64(value)
+        return own_logs, tuple(of_metrics)
 
     def updates(self) -> list[tuple[Update, Any]]:
         """Return the delayed updates of metrics, each with its count."""
-        rows, found = self.losses.num_rows(), []
+        rows, updates = self.losses.num_rows(), []
         for call in self._metrics.updates:
             metric, _, weight, term = call
             is_tracker = metric is loss_tracker(self.model)
@@ -272,8 +272,8 @@ class Recording:
             is_rows = weight is not None and (is_tracker or term is not None)
             is_sum = is_rows or weight is not None
             count = rows if is_rows else 1.0 if weight is None else weight
-            found.append((Update(metric, is_sum), count))
-        return found
+            updates.append((Update(metric, is_sum), count))
+        return updates
 
     def means(self) -> list[tuple[Any, Any] | None]:
         """Return numerator and denominator of each delayed number of a loss, None for others."""
@@ -290,7 +290,7 @@ class Recording:
         return _numbers.where(weight == 0, 0.0, _numbers.float64(call.value) * weight), weight
 
 
-_SMALL = 65_536  # number of entries above which an array is not concatenated
+_MAX_CONCATENATED = 65_536  # number of entries above which an array is not concatenated
 _WITHIN = " within "  # between a name and the name of its dict
 
 
@@ -299,7 +299,7 @@ def flat_logs(logs: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in logs.items():
         if isinstance(value, dict):
-            flat |= {f"{key}{_WITHIN}{name}": each for key, each in flat_logs(value).items()}
+            flat |= {f"{key}{_WITHIN}{name}": inner for key, inner in flat_logs(value).items()}
         else:
             flat[name] = value
     return flat
@@ -309,9 +309,9 @@ def nested_logs(flat: dict[str, Any]) -> dict[str, Any]:
     """Invert `flat_logs`. Keras compares the names of logs."""
     logs: dict[str, Any] = {}
     for name, value in flat.items():
-        last, *others = name.split(_WITHIN)
+        last, *outer_names = name.split(_WITHIN)
         inner = logs
-        for other in reversed(others):
+        for other in reversed(outer_names):
             inner = inner.setdefault(other, {})
         inner[last] = value
     return logs
@@ -320,9 +320,9 @@ def nested_logs(flat: dict[str, Any]) -> dict[str, Any]:
 def _norm(arrays: Sequence[Any]) -> Any:
     """Return the norm of all entries of arrays, a float32 scalar, without overflow of squares."""
     numbers = [ops.ravel(ops.cast(array, "float32")) for array in arrays if 0 not in array.shape]
-    small = [n for n in numbers if n.shape[0] <= _SMALL]
+    small = [n for n in numbers if n.shape[0] <= _MAX_CONCATENATED]
     if len(small) > 1:  # many operations compile slowly
-        numbers = [n for n in numbers if n.shape[0] > _SMALL] + [ops.concatenate(small)]
+        numbers = [n for n in numbers if n.shape[0] > _MAX_CONCATENATED] + [ops.concatenate(small)]
     zero = ops.zeros((), "float32")
     largest = functools.reduce(ops.maximum, [ops.max(ops.abs(n)) for n in numbers], zero)
     unit = ops.where(largest == 0, 1.0, largest)

@@ -1,10 +1,8 @@
 """Split layer calls into microbatches while a step runs on a full batch.
 
-The step of a model runs once, unchanged. A patch of the `call` of each layer runs the outermost
-calls on samples of the batch by microbatches.
-
-A call that may combine samples runs on the full batch, and the calls that it makes become the
-outermost ones. This is always exact, at the cost of memory.
+The step runs once, unchanged. A patch of the `call` of each layer runs the outermost calls on
+samples of the batch by microbatches. A call that may combine samples runs on the full batch, and
+the calls that it makes become the outermost ones: always exact, at the cost of memory.
 """
 
 from __future__ import annotations
@@ -91,33 +89,35 @@ class _Splitting:
     def _by_microbatches(
         self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any, training: Any
     ) -> Any:
-        found = LayerCall(self._backend, layer, call, args, kwargs, self._size, self._known)
-        why = found.analyze(training)
-        if why is None and None in found.kinds:
-            why = "it adds a loss that is neither a mean nor a sum over samples"
-        if why is None and "zero" in found.kinds:
-            why = "it adds a loss that was zero when it was tried: a mean over samples, or a sum"
-        if why is None and (written := found.written()):
-            why = f"it writes to {written} in each call"
-        if why is not None:
-            raise NotByRowsError(why)
-        outputs = found.by_microbatches(self._most)
+        layer_call = LayerCall(
+            self._backend, layer, call, args, kwargs, self._size, self._samples_of
+        )
+        reason = layer_call.analyze(training)
+        if reason is None and None in layer_call.kinds:
+            reason = "it adds a loss that is neither a mean nor a sum over samples"
+        if reason is None and "zero" in layer_call.kinds:
+            reason = "it adds a loss that was zero when it was tried: a mean over samples, or a sum"
+        if reason is None and (written := layer_call.written()):
+            reason = f"it writes to {written} in each call"
+        if reason is not None:
+            raise NotByRowsError(reason)
+        outputs = layer_call.by_microbatches(self._most)
         trained = self._model._batch_normalization_layers() if training is True else []
         trained = [part for part in layers_in(layer) if is_in(part, trained)]
-        normalizing = [part.name for part in trained if is_known(part)]
-        others = [part.name for part in trained if not is_known(part)]
-        for message in messages.batch_normalization_messages(normalizing, others):
+        pooled = [part.name for part in trained if is_known(part)]
+        unpooled = [part.name for part in trained if not is_known(part)]
+        for message in messages.batch_normalization_messages(pooled, unpooled):
             self._model._warn_once(message)
         return outputs
 
-    def _known(self, array: Any) -> Any:
+    def _samples_of(self, array: Any) -> Any:
         """Return trial samples of an array of the batch, or None for any other array."""
         leaves = keras.tree.flatten(self._data)
-        place = next((place for place, leaf in enumerate(leaves) if leaf is array), None)
-        if place is None or len(self._samples) != len(leaves):
+        index = next((index for index, leaf in enumerate(leaves) if leaf is array), None)
+        if index is None or len(self._samples) != len(leaves):
             return None
-        known = self._samples[place]
-        return known if isinstance(known, np.ndarray) else None
+        samples = self._samples[index]
+        return samples if isinstance(samples, np.ndarray) else None
 
     @functools.cached_property
     def _samples(self) -> list[Any]:

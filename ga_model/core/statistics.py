@@ -105,13 +105,13 @@ class MomentsRecorder:
     def __init__(self, place: Callable[[], Any], layers: Sequence[Any] = ()) -> None:
         self.calls: list[Call] = []
         self.moments: list[Moments] = []
-        self._place, self._is_in = place, place()
+        self._place, self._step_place = place, place()
         state = [v for layer in layers for v in layer.non_trainable_variables]
         self._before = [(variable, copy_of(variable)) for variable in state]
 
     def record(self, layer: Any, inputs: Any, mask: Any, mean: Any, variance: Any) -> None:
         """Record the moments of a layer's inputs, unless they are tensors of an inner scope."""
-        if self._place() is not self._is_in:
+        if self._place() is not self._step_place:
             return
         epsilon = 0.0 if mask is None else keras.config.epsilon()
         shape = tuple(layer.moving_mean.shape)

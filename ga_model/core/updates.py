@@ -84,10 +84,10 @@ class Updates:
             if is_mean:  # a metric reset within the window lacks its earlier part
                 is_reset = copy_of(metric.count) == 0
                 first = Amount._make(_numbers.where(is_reset, 0.0, a) for a in first)
-            (total, count), (known, known_count) = update.added(last), update.added(first)
-            metric.total.assign_add(ops.cast((total - known) * share, metric.total.dtype))
+            (total, count), (earlier_total, earlier_count) = update.added(last), update.added(first)
+            metric.total.assign_add(ops.cast((total - earlier_total) * share, metric.total.dtype))
             if is_mean:
-                added = (count - known_count) * share
+                added = (count - earlier_count) * share
                 metric.count.assign_add(ops.cast(added, metric.count.dtype))
         if not (structure.own_logs or structure.logs_of_metrics):
             return model.get_metrics_result()
@@ -114,8 +114,8 @@ class Updates:
         gradients = [self._joined(g, sums.unit) for g in sums.gradients]
         sums = sums._replace(amounts=[], moments=[], gradients=gradients)
         before = [noise.of(applied.optimizer) for applied in structure.applied]
-        of_one, *_ = self._backend.each(measure(before, noise.decay, sums))  # equal on all
-        for applied, after in zip(structure.applied, of_one):
+        averages, *_ = self._backend.each(measure(before, noise.decay, sums))  # equal on all
+        for applied, after in zip(structure.applied, averages):
             noise.set(applied.optimizer, after)
 
     def _measure(
@@ -125,8 +125,8 @@ class Updates:
         weight = sums.total * sums.unit * self._backend.num_replicas
         gradients, divisor = self._backend.sum_of_all(sums.gradients, total)
         parts = zip(before, sums.squares, by_optimizer(structure.applied, gradients))
-        of_applied = (applied.variables for applied in structure.applied)
-        for (earlier, squares, (gradients, scale)), variables in zip(parts, of_applied):
+        variables_of_each = (applied.variables for applied in structure.applied)
+        for (earlier, squares, (gradients, scale)), variables in zip(parts, variables_of_each):
             norm = squared_norm(gradients, variables, scale) / divisor**2
             squares = squares._replace(total=squares.total * sums.unit)
             after.append(averaged(earlier, decay, squares, weight, norm))
@@ -172,7 +172,7 @@ class Updates:
         has_lost = others.has_lost
         if others.total is not None:
             has_lost = has_lost & (others.total != 0)
-        lost, unlike = (ops.cast(is_so, "int32") for is_so in (has_lost, others.has_unlike))
+        lost, unlike = (ops.cast(flag, "int32") for flag in (has_lost, others.has_unlike))
         return count(others, counters)._replace(
             lost=counters.lost + lost, unlike=counters.unlike + unlike
         )
@@ -186,11 +186,11 @@ class Updates:
         """Warn if gradients that overwrite variables have another scale than on the full batch."""
         if not self.overwrites:
             return
-        found = [v.path for a in structure.applied for v in a.variables if overwrites(v)]
-        for of_one in self._backend.each(sums) if found else ():
-            total = 1.0 if of_one.total is None else float(of_one.total)
+        paths = [v.path for a in structure.applied for v in a.variables if overwrites(v)]
+        for replica_sums in self._backend.each(sums) if paths else ():
+            total = 1.0 if replica_sums.total is None else float(replica_sums.total)
             if total and abs(total - 1.0) > 1e-6:
-                self._model._warn_once(messages.rescaled_message(found))
+                self._model._warn_once(messages.rescaled_message(paths))
 
     @functools.cached_property
     def scaled_optimizers(self) -> list[Any]:
@@ -205,7 +205,7 @@ class Updates:
         return self._checks.of(self.scaled_optimizers)
 
     @functools.cached_property
-    def _half(self) -> set[int]:
+    def _float16_ids(self) -> set[int]:
         """The ids of the variables that layers read in float16."""
         return {id(v) for layer in layers_in(self._model) for v in read_in_float16(layer)}
 
@@ -214,7 +214,7 @@ class Updates:
             variables = variables_to_train(optimizer)
             if len(gradients) == len(variables):
                 pairs = zip(gradients, variables)
-                gradients = [_in_float16(g) if id(v) in self._half else g for g, v in pairs]
+                gradients = [_in_float16(g) if id(v) in self._float16_ids else g for g, v in pairs]
             return check_finite(gradients)
 
         return check

@@ -194,8 +194,8 @@ def combine(
                 factors.append((term.value, share * parts))
         weight = rows
         if not whole.is_window:
-            of_first = [total for term, total in zip(compiled, totals) if term is first]
-            weight = (of_first[0] if of_first else whole.rows) / parts
+            first_totals = [total for term, total in zip(compiled, totals) if term is first]
+            weight = (first_totals[0] if first_totals else whole.rows) / parts
     if whole.is_window:
         return LossTerms(weight, factors, [], [*exact, *mismatch], [])
     return LossTerms(weight, factors, [], exact, mismatch)

@@ -64,11 +64,11 @@ class WeightsWatch:
     def _values(self) -> Iterator[tuple[Any, Any]]:
         """Yield variables and their values, except seeds and variables that the step writes to."""
         model = self._model
-        left = ids_of_seeds(model) | self._step.writes_to
+        excluded = ids_of_seeds(model) | self._step.writes_to
         for group in _GROUPS:
             for variable, value in zip(
                 getattr(model, f"{group}_variables"), self._backend.values(group)
             ):
-                if id(variable) not in left and variable.dtype != "string":
+                if id(variable) not in excluded and variable.dtype != "string":
                     is_large = int(np.prod(value.shape)) > _MANY
                     yield variable, np.array(ops.convert_to_numpy(value[0] if is_large else value))

@@ -74,8 +74,8 @@ class Largest(NamedTuple):
 
     def plus(self, other: Largest, _: Any = None, counts: Any = True) -> Largest:
         """Return the larger value. That of a microbatch of weight 0 counts only if it is finite."""
-        larger, known = ops.maximum(self.values, other.values), ops.isfinite(other.values)
-        finite = ops.where(known, larger, self.values)
+        larger, is_finite = ops.maximum(self.values, other.values), ops.isfinite(other.values)
+        finite = ops.where(is_finite, larger, self.values)
         return Largest(_numbers.where(counts, larger, finite))
 
 
@@ -151,11 +151,11 @@ class Sums(NamedTuple):
         if not self.entries or not other.entries:
             return self.entries or other.entries, self.has_unlike
         before, after, has_unlike = self.entries, other.entries, self.has_unlike
-        for mine, others in zip(before[1:], after[1:]):
+        for count, other_count in zip(before[1:], after[1:]):
             # Entries of a window without microbatches are zero, and never differ.
-            has_unlike = has_unlike | (mine * after[0] != others * before[0])
-        is_none = self.num_counted == 0
-        return tuple(_numbers.where(is_none, b, a) for a, b in zip(before, after)), has_unlike
+            has_unlike = has_unlike | (count * after[0] != other_count * before[0])
+        is_empty = self.num_counted == 0
+        return tuple(_numbers.where(is_empty, b, a) for a, b in zip(before, after)), has_unlike
 
     def counted(self) -> Sums:
         """Return the sums of one microbatch as those of a window."""
@@ -279,14 +279,14 @@ class Window:
 
     def samples_with_news(self) -> list[Any]:
         """Return samples of a microbatch with news, then of the others, or [] if none has news."""
-        numbers = [int(num_news) for _, num_news in self.held]
-        if not numbers or not numbers[-1]:
+        counts = [int(num_news) for _, num_news in self.held]
+        if not counts or not counts[-1]:
             return []
-        is_news = [now > before for before, now in zip([0, *numbers], numbers)]
-        first = is_news.index(True)
-        others = [place for place in range(len(numbers)) if place != first]
-        others.sort(key=lambda place: is_news[place])
-        return [self.held[place][0] for place in (first, *others)]
+        is_news = [now > before for before, now in zip([0, *counts], counts)]
+        first_index = is_news.index(True)
+        others = [index for index in range(len(counts)) if index != first_index]
+        others.sort(key=lambda index: is_news[index])
+        return [self.held[index][0] for index in (first_index, *others)]
 
     def end_batch(self) -> bool:
         """Count a batch, and return whether it fills the window."""
