@@ -178,7 +178,7 @@ def _num_bytes_of_sum(weight: Any) -> int:
 
 
 def _largest(fits: Callable[[int], bool], limit: int) -> tuple[int, int | None]:
-    """Return the largest size found to fit (0 if none), and the smallest not to fit, or None.
+    """Return the largest size that fits, or 0, and the smallest that does not, or None.
 
     Stops within a tenth of the largest size, because each trial takes time.
     """

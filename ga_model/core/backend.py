@@ -390,5 +390,5 @@ class Backend(ABC):
         """
 
     def has_updated(self) -> bool:
-        """Return whether weights changed in `keeping_state`, where failed batches are repeated."""
+        """Return whether weights changed since `keeping_state` began, if batches may be repeated."""
         return False

@@ -50,7 +50,7 @@ class LayerCall:
     """A call of a layer, as a function of tensors.
 
     Args:
-        backend: what the model runs on.
+        backend: the backend of the model.
         layer: the layer.
         call: its `call`.
         args, kwargs: arguments of the call. The first array whose axis 0 is not 1 long has the

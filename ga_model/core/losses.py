@@ -82,7 +82,7 @@ class StepLosses:
 
     Args:
         model: the recorded model.
-        backend: what it runs on.
+        backend: the backend of the model.
         data: the microbatch, as `train_step` gets it.
         position: its position in the window.
         kinds: known kinds of custom losses, or None if they need a trial.

@@ -26,7 +26,7 @@ class ModelState:
     Args:
         model: the `AccumulatingModel`.
         settings: its settings.
-        backend: what it runs on.
+        backend: the backend of the model.
 
     Attributes:
         settings: the requested settings. See `size` for the effective microbatch size.

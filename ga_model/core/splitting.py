@@ -41,7 +41,7 @@ class _Splitting:
 
     Args:
         model: the model whose step runs.
-        backend: what it runs on.
+        backend: the backend of the model.
         data, size, most: see `splitting_calls`.
     """
 
@@ -150,7 +150,7 @@ def splitting_calls(
 
     Args:
         model: the model whose step runs.
-        backend: what it runs on.
+        backend: the backend of the model.
         data: the batch, as the step gets it.
         size: samples per microbatch.
         most: microbatches to run per call, or None for all. Outputs for other samples are

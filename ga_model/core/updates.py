@@ -49,7 +49,7 @@ class Updates:
 
     Args:
         model: the model.
-        backend: what it runs on.
+        backend: the backend of the model.
     """
 
     def __init__(self, model: Any, backend: Backend) -> None:
