@@ -390,5 +390,5 @@ class Backend(ABC):
         """
 
     def has_updated(self) -> bool:
-        """Return whether weights changed since `keeping_state` began, if batches may be repeated."""
+        """Return whether weights changed since `keeping_state` began, if batches are repeated."""
         return False
