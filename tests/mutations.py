@@ -171,8 +171,8 @@ windows do not close with what they have: core/driver.py
 +                while False:
 
 a microbatch without weight is multiplied: core/window.py
--            counts = other.total != 0  # else
-+            counts = other.total == other.total  # else
+-            counts = other.total != 0  # not
++            counts = other.total == other.total  # not
 
 the first window of a step of one's own is not tried: core/driver.py
 -        if self.has_own_step:
@@ -196,7 +196,7 @@ running averages move by the last microbatch: core/statistics.py
 +        return Moments(count, other.mean, other.variance)
 
 metrics get the numbers of microbatches twice: core/updates.py
--ops.cast((total - known) * share, metric.total.dtype)
+-ops.cast((total - earlier_total) * share, metric.total.dtype)
 +ops.cast(total * share, metric.total.dtype)
 
 replicas divide by what they weigh themselves: backends/tensorflow/replicas.py

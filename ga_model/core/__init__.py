@@ -1,5 +1,5 @@
-"""Gradient accumulation itself, on any backend of Keras.
+"""Backend-independent gradient accumulation.
 
-Nothing here imports a backend. `backend` is what the rest asks of one; `driver` takes a batch and
-calls what `steps` has compiled by it.
+Nothing here imports a backend: `backend` defines what one must provide. `driver` trains a batch
+with the functions that `steps` and `updates` compile.
 """

@@ -1,4 +1,4 @@
-"""The public sum of gradients for custom training loops, where they run eagerly."""
+"""Sum gradients in custom training loops that run eagerly: the base of `GradientAccumulator`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ga_model.core.window import Sums, shrunk
 
 
 class Accumulator:
-    """Sums weighted gradients over microbatches. Weights are numbers of Python.
+    """Sum of the weighted gradients of microbatches. Weights are Python numbers.
 
     Attributes:
-        variables: those whose gradients are summed; none before the first `add`.
-        num_microbatches: an integer, microbatches added since the last reset.
+        variables: variables of the summed gradients; empty before the first `add`.
+        num_microbatches: integer, microbatches added since the last reset.
     """
 
     _tensor_type: type | tuple[type, ...]
-    _source: str  # of gradients, for messages
-    _added: Callable[..., list[Any]]  # `added`, as the backend runs it
+    _source: str  # where users get gradients, for error messages
+    _added: Callable[..., list[Any]]  # `added`, as the backend runs it (compiled, for example)
 
     variables: list[Any]
     num_microbatches: Any
@@ -40,25 +40,25 @@ class Accumulator:
         """Add the gradients of one microbatch to the window.
 
         Args:
-            gradients: one per variable: a tensor or an array of its shape, or None.
-            variables: the variables, the same ones in the same order in every call.
-            weight: scalar number or tensor, what the microbatch's loss is divided by: the number of
+            gradients: one gradient per variable: a tensor or array of its shape, or None.
+            variables: the variables, the same in the same order in every call.
+            weight: scalar number or tensor, the denominator of the microbatch's loss: the number of
                 samples for a mean over samples, of tokens for a mean over tokens. A microbatch with
                 weight 0 changes nothing. None in every call for a loss that is a sum: gradients are
                 then summed and not divided.
 
         Raises:
-            TypeError: these are not lists, or not variables; a gradient is no tensor or array of
-                real numbers; or it runs in a function that `jax.jit` compiles.
-            ValueError: the lengths or shapes differ; the variables are not those of the first call;
-                `weight` is not a scalar number, or None in one call and a number in another.
+            TypeError: if the arguments are not lists or not variables, a gradient is not a tensor
+                or array of real numbers, or a function compiled by `jax.jit` calls this.
+            ValueError: if lengths or shapes differ, the variables are not those of the first call,
+                or `weight` is not a scalar number, or is None in one call and a number in another.
         """
         if not (_is_list(gradients) and _is_list(variables)):
             types = [f"{type(value).__name__!r}" for value in (gradients, variables)]
             raise TypeError(_lengths_message(*types))
         gradients, variables = list(gradients), list(variables)
-        if others := [type(v).__name__ for v in variables if not hasattr(v, "assign")]:
-            raise TypeError(_no_variables_message(others))
+        if non_variables := [type(v).__name__ for v in variables if not hasattr(v, "assign")]:
+            raise TypeError(_no_variables_message(non_variables))
         if len(gradients) != len(variables):
             counts = [f"{len(gradients)} gradients", f"{len(variables)} variables"]
             raise ValueError(_lengths_message(*counts))
@@ -71,34 +71,34 @@ class Accumulator:
         self._add(gradients, variables, None if weight is None else self._number(weight))
 
     def _add(self, gradients: list[Any], variables: list[Any], weight: Any) -> None:
-        """Add checked gradients. The weight is from `_number`, or None."""
+        """Add validated gradients. `weight` comes from `_number`, or is None."""
         is_sum = weight is None
         sums = self._sums or Sums.of_nothing(len(variables), is_sum)
         if (sums.total is None) != is_sum:
             raise ValueError(messages.mixed_weights_message())
         self.variables = self.variables or variables
         self.num_microbatches += 1
-        so_far = [
+        totals = [
             nothing(g.shape, _numbers.sum_dtype(g.dtype)) if s is None is not g else s
             for s, g in zip(sums.gradients, gradients)
         ]
-        sums = sums._replace(gradients=so_far, num_counted=sums.num_counted + 1)
-        if is_sum or weight:  # of one without weight gradients may be NaN
+        sums = sums._replace(gradients=totals, num_counted=sums.num_counted + 1)
+        if is_sum or weight:  # gradients of weight 0 may be NaN
             number = 1.0 if is_sum else weight
-            unit = max(sums.unit, abs(number))  # so a window of one has its gradient to the bit
+            unit = max(sums.unit, abs(number))  # keeps a window of one microbatch bit-exact
             relative, shrink = number / unit, sums.unit / unit if sums.unit else 1.0
             sums = sums._replace(
-                gradients=self._added(so_far, gradients, relative, shrink),
+                gradients=self._added(totals, gradients, relative, shrink),
                 total=None if is_sum else sums.total * shrink + relative,
                 unit=unit,
             )
         self._sums = sums
 
     def mean(self) -> list[Any]:
-        """Return the window's gradient, one tensor or None per variable, in its dtype.
+        """Return the window's gradient: one tensor or None per variable, in its dtype.
 
-        That is sum(w_i * g_i) / sum(w_i), or sum(g_i) where the weights are None. Not finite where
-        the weights sum to zero.
+        It is sum(w_i * g_i) / sum(w_i), or sum(g_i) if weights are None. Not finite if weights sum
+        to 0.
         """
         if (sums := self._sums) is None:
             return []
@@ -110,23 +110,23 @@ class Accumulator:
         """Update the variables with the window's gradient, and start the next window.
 
         One call is one `optimizer.apply`, so iterations, schedules, weight decay, clipping,
-        constraints and moving averages advance once. An empty window, and one whose weights sum to
-        zero, changes nothing.
+        constraints and moving averages advance once. A window that is empty, or whose weights sum
+        to zero, changes nothing.
 
         Args:
             optimizer: a `keras.optimizers.Optimizer`.
 
         Raises:
-            TypeError: `optimizer` is not an optimizer.
-            ValueError: the optimizer has `gradient_accumulation_steps`.
-            RuntimeError: a `tf.function` traces it before any gradient was added.
+            TypeError: if `optimizer` is not an optimizer.
+            ValueError: if the optimizer has `gradient_accumulation_steps`.
+            RuntimeError: if a `tf.function` traces this before any gradient was added.
         """
         check_optimizer(optimizer)
         self._update(optimizer, self._sums, self.variables)
         self.reset()
 
     def _update(self, optimizer: Any, sums: Sums | None, variables: list[Any]) -> None:
-        """Apply an optimizer to sums, if these have a weight. They are not to be used again."""
+        """Apply the optimizer to the sums, consuming them, unless their total weight is zero."""
         if sums is not None and sums.total != 0.0:
             optimizer.apply(sums.mean(variables), variables)
 
@@ -135,14 +135,14 @@ class Accumulator:
         return f"<GradientAccumulator: {number} microbatches, {variables} variables>"
 
     def reset(self) -> None:
-        """Forget the open window."""
+        """Discard the open window."""
         self.variables, self.num_microbatches = [], 0
         self._sums = None
 
     def _tensor(self, gradient: Any, variable: Any) -> Any:
-        """Return the gradient of a variable as a tensor, or None, or raise TypeError.
+        """Return a gradient as a tensor, or None, or raise TypeError.
 
-        An array becomes one in the dtype in which such gradients are summed.
+        Arrays are converted to the dtype in which the variable's gradients are summed.
         """
         gradient = raw(gradient)
         if gradient is None or isinstance(gradient, self._tensor_type):
@@ -170,28 +170,28 @@ class Accumulator:
 
 
 def added(sums: list[Any], gradients: list[Any], weight: Any, shrink: Any) -> list[Any]:
-    """Return `sum * shrink + gradient * weight` of each sum, which is not to be used again."""
+    """Return `sum * shrink + gradient * weight` for each sum, consuming the sums."""
 
-    def of_one(total: Any, gradient: Any) -> Any:
+    def add(total: Any, gradient: Any) -> Any:
         if gradient is None:
             return shrunk(total, shrink)
         weighted = ops.cast(gradient, total.dtype) * _numbers.like(total, weight)
         return _numbers.added(total, weighted, shrink)
 
-    return list(map(of_one, sums, gradients))
+    return list(map(add, sums, gradients))
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise TypeError if this is no optimizer, and ValueError if it accumulates gradients."""
+    """Raise TypeError if this is not an optimizer, and ValueError if it accumulates gradients."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(_not_an_optimizer_message(optimizer))
     _validate.check_single_accumulation([optimizer])
 
 
 def nothing(shape: Any, dtype: Any) -> Any:
-    """Return the initial sum, -0.0, to which adding a zero keeps its sign.
+    """Return the initial sum, -0.0: unlike 0.0, adding a zero to it keeps the sign of that zero.
 
-    TensorFlow may return the constant 0.0 for -0.0, from its cache.
+    TensorFlow may return the constant 0.0 for -0.0 from its cache, hence the negation.
     """
     return ops.negative(ops.zeros(shape, dtype))
 

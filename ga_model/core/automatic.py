@@ -1,9 +1,8 @@
-"""`microbatch_size="auto"`: the search for a size that fits, and batches that are repeated.
+"""`microbatch_size="auto"`: search for a size that fits in memory, and halve it when one fails.
 
-A trial runs microbatches of a size forward and backward, holds their sums as in training, and puts
-everything back. An allocation that fails is an exception between two calls. Where it would end the
-process, on a CPU, memory is measured, and from the sizes that were tried it is predicted whether
-the next one fits.
+A trial runs microbatches of a size forward and backward, holds their sums as training does, and
+restores the model. A failed allocation is an exception between two calls. On a CPU it may end the
+process, so whether a size fits is predicted there, from the memory that smaller ones took.
 """
 
 from __future__ import annotations
@@ -20,36 +19,36 @@ from ga_model.base._internals import add_note
 from ga_model.core.backend import Backend
 from ga_model.tools import _memory
 
-_MARGIN = 0.1  # of the available memory, which is left alone
-_SMALL = 0.02  # of it, which is not looked at
+_MARGIN = 0.1  # fraction of the available memory to leave free
+_SMALL = 0.02  # fraction of the available memory that is negligible
 
 
 class FoundSize:
-    """The size that was found for one model since its `compile`.
+    """The microbatch size found for one model since `compile`.
 
     Attributes:
-        size: samples per microbatch, or None before the size is found.
-        is_whole: whether no size was found that would not fit, so that batches stay whole.
+        size: samples per microbatch, or None before the search.
+        is_whole: whether the batch of the last search fits whole.
     """
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Forget the size."""
+        """Discard the size, so that the next batch starts a search."""
         self.size: Any = None
         self.is_whole = False
-        self._rows = 0  # of the batch that the size was found with
+        self._rows = 0  # in the batch of the last search
 
     def is_to_search(self, rows: int) -> bool:
-        """Return whether a size has to be found for a batch of so many samples."""
+        """Return whether a batch of `rows` samples requires a search."""
         return self.size is None or (self.is_whole and rows > self._rows)
 
     def find(self, model: Any, rows: int, trials: SizeTrials) -> None:
-        """Find the largest size up to `rows`, within a tenth, and show what is tried.
+        """Find the largest size up to `rows`, within a tenth, and print the progress.
 
         Raises:
-            RuntimeError: not even one sample fits.
+            RuntimeError: if not even one sample fits.
         """
         show = functools.partial(_show, model._accumulation.is_verbose)
 
@@ -65,14 +64,14 @@ class FoundSize:
         show(_found_message(size, failed, trials.error is not None), is_last=True)
 
     def halve(self, model: Any, rows: int, error: Exception) -> None:
-        """Halve the size, after a batch that did not fit in memory.
+        """Halve the size after a batch ran out of memory.
 
         Args:
             rows: samples of the batch.
-            error: how it failed.
+            error: the out-of-memory error.
 
         Raises:
-            RuntimeError: there is no smaller size.
+            RuntimeError: if the size is 1.
 
         Warns:
             UserWarning: that the size was halved.
@@ -85,25 +84,24 @@ class FoundSize:
         _validate.warn(_halved_message(model.name, size, self.size))
 
     def fail(self, error: Exception | None, message: str) -> NoReturn:
-        """Raise a RuntimeError with another error as its cause."""
+        """Raise a RuntimeError caused by `error`."""
         raised = RuntimeError(message)
-        add_note(raised, f"The error was: {error}")  # of `fit`, Keras takes the cause away
+        add_note(raised, f"The error was: {error}")  # Keras drops the cause in `fit`
         raise raised from error
 
 
 class SizeTrials:
-    """Tries sizes on a batch, as `FoundSize.find` asks.
+    """Tries sizes on a batch, for `FoundSize.find`.
 
-    On a CPU, whether a size fits is predicted from the sizes before it: the peak of resident memory
-    grows with the rows. A straight line through the peaks measured so far gives that of the next
-    size, which is at most twice the last.
+    On a CPU, the peak of resident memory of the next size, at most twice the last one, is
+    extrapolated by a straight line through the peaks measured so far.
 
     Args:
-        weights: the variables that are trained.
-        run: runs two microbatches of so many samples, and changes nothing.
+        weights: the trainable variables.
+        run: runs two microbatches of a size, and restores the model.
 
     Attributes:
-        error: the last failure, if any was not predicted.
+        error: the last out-of-memory error, or None if the last failure was predicted.
     """
 
     def __init__(self, backend: Backend, weights: list[Any], run: Callable[[int], None]) -> None:
@@ -111,19 +109,19 @@ class SizeTrials:
         self._backend = backend
         self._run = run
         self._is_measured = backend.is_on_cpu
-        self._least = sum(map(_num_bytes_of_sum, weights))  # of the first size, which do not grow
+        self._sum_bytes = sum(map(_num_bytes_of_sum, weights))  # bytes, for any size
         self._rises: dict[int, int] = {}
         self._start: int | None = None
-        self._held = 0  # freed memory that the process had kept, and that trials take first
-        self._available: dict[int, float] = {}  # before the trial of a size
+        self._held = 0  # freed memory that the process still holds; trials use it first
+        self._available: dict[int, float] = {}  # by size, measured before its trial
         self._has_begun = False
 
     def fits(self, size: int) -> bool:
-        """Return whether two microbatches of `size` samples go through."""
+        """Return whether two microbatches of `size` samples fit in memory."""
         is_allowed = self._allows(size)
         if is_allowed:
             try:
-                for _ in range(1 if self._has_begun else 2):  # the first of all sets up a lot
+                for _ in range(1 if self._has_begun else 2):  # the first one sets up a lot
                     with self._measuring(size):
                         self._run(size)
             except Exception as error:
@@ -131,18 +129,18 @@ class SizeTrials:
                 if self.error is None:
                     raise
                 return False
-            # It may have taken more than was predicted.
+            # It may have used more than predicted.
             is_allowed = self._rises.get(size, 0) <= self._available.get(size, math.inf)
         if not is_allowed:
             self.error = None
         return is_allowed
 
     def _allows(self, size: int) -> bool:
-        """Return whether a size is predicted to leave some of the available memory."""
+        """Return whether a size is predicted to leave the margin of the available memory free."""
         if not self._rises:
             return True
         available = _memory.available_memory() * (1 - _MARGIN)
-        taken = _memory.resident_memory() - (self._start or 0)  # and kept for the next trial
+        taken = _memory.resident_memory() - (self._start or 0)  # still held, for the next trial
         self._available[size] = available + taken
         return bool(self._predicted(size) <= available + taken)
 
@@ -150,17 +148,17 @@ class SizeTrials:
         sizes = sorted(self._rises)
         last, rise = sizes[-1], float(self._rises[sizes[-1]])
         if len(sizes) == 1:
-            return rise + max(0.0, rise - self._least) * (size - last) / last
+            return rise + max(0.0, rise - self._sum_bytes) * (size - last) / last
         if self._held > _SMALL * self._available.get(size, math.inf):
-            # Rises are what is left above the held memory, and say little of slopes.
-            taken = max(0.0, self._held + rise - self._least)
+            # Rises exclude the held memory, so their differences are no slopes.
+            taken = max(0.0, self._held + rise - self._sum_bytes)
             return rise + taken * (size - last) / last
         slopes: list[float] = [(rise - self._rises[s]) / (last - s) for s in (sizes[0], sizes[-2])]
         return rise + max([0.0, *slopes]) * (size - last)
 
     @contextlib.contextmanager
     def _measuring(self, size: int) -> Iterator[None]:
-        """Note the peak of what runs inside as that of a size."""
+        """Record the peak memory of the block as that of a size."""
         if not self._is_measured:
             yield
             return
@@ -174,22 +172,22 @@ class SizeTrials:
 
 
 def _num_bytes_of_sum(weight: Any) -> int:
-    """Return how many bytes a window's sum of gradients takes."""
+    """Return the bytes of a window's sum of gradients of one variable."""
     is_double = _numbers.sum_dtype(weight.dtype) == "float64"
     return int(math.prod(weight.shape)) * (8 if is_double else 4)
 
 
-def _largest(fits: Callable[[int], bool], most: int) -> tuple[int, int | None]:
-    """Return a size that fits, 0 if none does, and the smallest that was found not to fit, if any.
+def _largest(fits: Callable[[int], bool], limit: int) -> tuple[int, int | None]:
+    """Return the largest size that fits, or 0, and the smallest that does not, or None.
 
-    The largest size that fits is at most a tenth larger: each trial takes time.
+    Stops within a tenth of the largest size, because each trial takes time.
     """
     fitting, size = 0, 1
     while fits(size):
         fitting = size
-        if size == most:
+        if size == limit:
             return size, None
-        size = min(2 * size, most)
+        size = min(2 * size, limit)
     while size - fitting > max(1, fitting // 10):
         middle = (fitting + size) // 2
         if fits(middle):
@@ -200,7 +198,7 @@ def _largest(fits: Callable[[int], bool], most: int) -> tuple[int, int | None]:
 
 
 def _show(is_verbose: bool, text: str, is_last: bool) -> None:
-    """Show the progress of the search, in one line if a terminal or notebook can rewrite it."""
+    """Print the progress of the search, on one line if a terminal or notebook can rewrite it."""
     if is_verbose and (sys.stdout.isatty() or "ipykernel" in sys.modules):
         print(f"\r{text:<78}", end="\n" if is_last else "", flush=True)
     elif is_verbose and is_last:
@@ -223,7 +221,7 @@ def _found_message(size: int, failed: int | None, was_tried: bool) -> str:
 
     Args:
         size: samples of the largest microbatch that fits.
-        failed: those of the smallest that does not, or None.
+        failed: samples of the smallest one that does not fit, or None.
         was_tried: whether that one was tried, not only predicted.
     """
     if failed is None:

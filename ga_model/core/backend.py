@@ -1,4 +1,4 @@
-"""What the core asks of the backend that Keras runs on."""
+"""The interface between the core and the backend that Keras runs on."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 class Backend(ABC):
     """Runs the functions of the core for one compiled model.
 
-    These functions read and write variables of the model as any code of Keras's does. What a window
-    has come to, they take as arguments and return: nests of tensors.
+    They read and write the model's variables like any Keras code. The sums of a window are their
+    arguments and results: nests of tensors.
 
     Attributes:
-        recorded_methods: what stands in for methods of optimizers while a step is recorded.
-        methods_of_step: names of the model's methods that make its step, and what it logs.
-        of_step: the groups of variables that a recorded step reads.
-        noted_by: the class of `Noted` that runs code and notes what it divides by.
+        recorded_methods: patches for methods of optimizers while a step is recorded.
+        methods_of_step: names of the model's methods that make up its step and its logs.
+        of_step: groups of variables that a recorded step reads.
+        noted_by: `Noted` subclass that runs code and notes its divisors.
         num_devices: devices that share the samples of each microbatch evenly.
-        num_processes: processes that make updates together, each of windows of its own samples.
-        num_replicas: replicas that do, by which Keras divides the loss of each.
-        traces: whether functions are traced before they run, and their sums are there before.
-        nests: whether what was traced can be a part of another function.
-        has_several_optimizers: whether a step may apply more than one.
-        known_calls: what `LayerCall.analyze` finds of calls, and why a layer runs whole, by its id.
-        present_batch: the batch that is trained, as it came, while it is, or None.
+        num_processes: processes that update together, each with windows of its own samples.
+        num_replicas: replicas that update together; Keras divides the loss of each by this.
+        traces: whether functions are traced before they run, so that sums are allocated first.
+        nests: whether a traced function may call another one.
+        has_several_optimizers: whether a step may apply several optimizers.
+        known_calls: results of `LayerCall.analyze`; by layer id, why its calls are not split.
+        present_batch: the batch being trained, as `fit` passed it, or None.
     """
 
     recorded_methods: tuple[MethodPatch, ...] = (SCALE_LOSS, *APPLY)
@@ -63,9 +63,9 @@ class Backend(ABC):
         self._is_running_step = ThreadValue(False)
         self.known_calls: dict[Any, Any] = {}
         self.present_batch: Any = None
-        self._made: dict[Any, Callable[..., Any]] = {}  # what was compiled, by its name
+        self._made: dict[Any, Callable[..., Any]] = {}  # compiled functions, by name
 
-    # What is compiled.
+    # Compilation.
 
     def compiled(
         self,
@@ -76,15 +76,15 @@ class Backend(ABC):
         consumes: bool = False,
         discards: bool = False,
     ) -> Any:
-        """Return a function that runs another one compiled, if the model is.
+        """Return a function that runs `function`, compiled if the model is.
 
-        It may be called in other functions of the core. Nothing of it waits for the device. Where
-        functions are traced, its method `shapes` takes a tuple of arguments, and returns the shapes
-        of its result: code runs, and nothing is computed, written to or kept.
+        Other functions of the core may call it. It never waits for the device. If functions are
+        traced, its method `shapes` takes a tuple of arguments and returns the shapes of the result:
+        it runs Python code, but computes and writes nothing.
 
         Args:
-            name: what was made by the same name before is returned again.
-            function, reads, updates, consumes, discards: as `Function` has them.
+            name: key of the cache of compiled functions.
+            function, reads, updates, consumes, discards: see `Function`.
         """
         if self.traces and name in self._made:
             return self._made[name]
@@ -96,25 +96,22 @@ class Backend(ABC):
 
     @abstractmethod
     def _compiled(self, name: Any, function: Function) -> Callable[..., Any]:
-        """Return a new function for `compiled`."""
+        """Compile a function for `compiled`."""
 
     def forget(self, kind: str) -> None:
-        """Drop compiled functions whose name is a tuple with this first entry."""
+        """Drop the compiled functions whose name is a tuple that starts with `kind`."""
         self._made = {name: made for name, made in self._made.items() if name[0] != kind}
 
     def key_of(self, arguments: tuple[Any, ...]) -> Any:
-        """Return a key for the shapes and dtypes of arguments, and for what is trained."""
+        """Return a key of the shapes and dtypes of arguments, and of the trainable variables."""
         raise NotImplementedError
 
     def zeros(self, name: Any, shapes: Sums) -> Sums:
-        """Return zeros of shapes that a compiled function has told, which have this name.
-
-        They are -0.0, to which numbers are added bit by bit.
-        """
+        """Return sums of -0.0, to which numbers add bit-exactly, of shapes that `shapes` gave."""
         raise NotImplementedError
 
     def number(self, value: float) -> Any:
-        """Return a number as the arguments of compiled functions have it."""
+        """Convert a number to the form in which compiled functions take it."""
         return value
 
     @abstractmethod
@@ -122,21 +119,21 @@ class Backend(ABC):
         """Return a copy of a nest of tensors and None."""
 
     def as_traced(self, data: Any) -> Any:
-        """Return a microbatch as functions are traced for it."""
+        """Return a microbatch in the form for which functions are traced."""
         return data
 
     def traces_otherwise(self, error: Exception) -> bool | None:
-        """Return whether functions are traced otherwise after an error, None if it is of others."""
+        """Return whether to retrace differently after an error, or None if it is unrelated."""
         return None
 
     def placed(self, data: Any) -> Any:
-        """Return a microbatch as it is traced, where it is to be computed."""
+        """Return a microbatch as traced, on the devices that compute it."""
         return self.as_traced(data)
 
-    # What is run.
+    # Running the step.
 
     def values(self, group: Group) -> list[Any]:
-        """Return the present values of a group of variables."""
+        """Return the current values of a group of variables."""
         return [value_in(None, v) for v in getattr(self._model, f"{group}_variables")]
 
     @abstractmethod
@@ -144,12 +141,12 @@ class Backend(ABC):
         """Run the model's `train_step` within a function of the core.
 
         Returns:
-            Its logs, and the non-trainable variables that it has written to.
+            Its logs, and the non-trainable variables that it wrote to.
         """
 
     @contextlib.contextmanager
     def recording_optimizers(self) -> Iterator[None]:
-        """Return a context in which the model's optimizers give gradients to a recording."""
+        """Make the model's optimizers pass their gradients to the recording."""
         optimizers = optimizers_in(vars(self._model))
         with contextlib.ExitStack() as stack:
             for method in self.recorded_methods:
@@ -157,73 +154,73 @@ class Backend(ABC):
             yield
 
     def take(self, recording: Recording, applied: Applied, gradients: list[Any]) -> None:
-        """Give a recording the gradients that a step applies, and make the update of a trial."""
+        """Pass the gradients that a step applies to a recording, and make the update of a trial."""
         raise NotImplementedError
 
     def noting(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], draws: Draws | None = None
     ) -> tuple[Any, Noted]:
-        """Run a function within one of the core, and note what it divides by.
+        """Run a function within a function of the core, and note its divisors.
 
         Args:
             function: takes and returns nests of tensors, and may write to variables.
-            arguments: of the function.
-            draws: what random numbers are drawn by, or None: as always.
+            arguments: its arguments.
+            draws: source of the random numbers, or None for the usual ones.
 
         Returns:
-            What the function returns, and what was noted.
+            The result of the function, and the notes.
         """
         noted = self.noted_by(draws)
         return noted.run(function, arguments), noted
 
     def running_step(self) -> AbstractContextManager[None]:
-        """Return a context in which a `train_step` runs as it is."""
+        """Return a context in which a `train_step` runs unchanged."""
         return self._is_running_step.set(True)
 
     def is_running_step(self) -> bool:
-        """Return whether a `train_step` that runs here is run by the core."""
+        """Return whether the core runs the current `train_step`."""
         return self._is_running_step.get() or recording_of_thread.get() is not None
 
     def run_plain(
         self, train_step: Callable[..., Any], after_update: Callable[[], None], *arguments: Any
     ) -> Any:
-        """Run the model's `train_step` on Keras's arguments, and then `after_update`."""
+        """Run the model's `train_step` on the arguments of Keras, and then `after_update`."""
         logs = train_step(*arguments)
         self.once(after_update)
         return logs
 
     def is_driven_by_python(self) -> bool:
-        """Return whether a `train_step` that the user's code calls here may be accumulated."""
+        """Return whether a direct call of `train_step` by user code can be accumulated here."""
         return False
 
     def exchanged(
         self, applied: Sequence[Applied], sums: Sums | None, is_measured: bool, is_end: bool
     ) -> tuple[Sums | None, bool]:
-        """Return the sums of the windows of all processes, which all call it equally often.
+        """Return the window's sums over all processes, which call this equally often.
 
         Args:
-            applied: the optimizers that the step applies, as far as is known.
-            sums: of this process's own window, which are not to be used again, or None.
-            is_measured: whether the noise of gradients is.
+            applied: the optimizers that the step applies, as far as known.
+            sums: sums of this process's window, consumed by the call, or None.
+            is_measured: whether gradient noise is measured.
             is_end: whether this process has no batches left.
 
         Returns:
-            The sums, or None if there are none; and whether no process has batches left.
+            The sums, or None if there are none, and whether no process has batches left.
         """
         return sums, is_end
 
-    # Replicas, which each run the functions of the core.
+    # Replicas. Each runs the functions of the core.
 
     def batch(self, data: Any, size: int | None) -> Batch:
-        """Return a batch, split into microbatches of so many samples per replica."""
+        """Return a batch, split into microbatches of `size` samples per replica."""
         return Batch(data, size)
 
     def each(self, nest: Any) -> list[Any]:
-        """Return a nest as each replica of this process has it."""
+        """Return the values of a nest on each replica of this process."""
         return [nest]
 
     def on_one_replica(self) -> AbstractContextManager[None]:
-        """Return a context in which functions run on one replica, which stands for all."""
+        """Return a context in which functions run on one replica for all."""
         return contextlib.nullcontext()
 
     def samples_of(self, data: Any, of_all: bool = False) -> Any:
@@ -231,7 +228,7 @@ class Backend(ABC):
 
         Args:
             data: the batch or microbatch.
-            of_all: whether it is to be the same in all processes, which all call this.
+            of_all: whether all processes need the same samples; then all call this.
         """
         return data
 
@@ -241,15 +238,15 @@ class Backend(ABC):
         return self.num_processes * self.num_replicas == 1
 
     def amounts_of_all(self, amounts: list[Amount]) -> list[Amount]:
-        """Return the sums of logged numbers over all replicas, in a function of the core."""
+        """Return the sums of logged numbers over all replicas, within a function of the core."""
         return amounts
 
     def sum_of_all(self, gradients: list[Any], total: Any) -> tuple[list[Any], Any]:
-        """Return the sums over replicas of gradients, and of what these are to be divided by."""
+        """Return the sums of gradients over replicas, and their divisor."""
         return gradients, total
 
     def once(self, function: Callable[[], Any]) -> None:
-        """Run a function for all replicas, in a function of the core or outside."""
+        """Run a function once for all replicas, within a function of the core or outside."""
         function()
 
     def unnoted(self) -> AbstractContextManager[None]:
@@ -257,11 +254,11 @@ class Backend(ABC):
         return is_unnoted.set(True)
 
     def microbatch_weight(self, data: Any) -> Any:
-        """Return what the model's own method says of a microbatch. It may call the model."""
+        """Call the model's `microbatch_weight` on a microbatch. It may call the model."""
         return self._model.microbatch_weight(*unpack(data))
 
     def apply(self, applied: Applied, gradients: list[Any]) -> None:
-        """Apply an optimizer, as the step did, to gradients of its variables, tensors or None."""
+        """Apply an optimizer as the step did, to gradients of its variables: tensors or None."""
         applied.again(gradients)
 
     def joined(self, rows: Sequence[Rows], unit: Any) -> Rows:
@@ -269,102 +266,102 @@ class Backend(ABC):
         raise NotImplementedError
 
     def gradient_sums(self, totals: Sequence[Any] | None) -> GradientSums | None:
-        """Return sums, begun with totals, that Keras's own backward pass adds to, or None."""
+        """Return sums, starting from `totals`, that Keras's backward pass adds to, or None."""
         return None
 
     @abstractmethod
     def keeping_state(self) -> AbstractContextManager[None]:
-        """Return a context in which a failure leaves all variables as they were before."""
+        """Return a context that restores all variables if its block raises an error."""
 
     def state(self) -> State:
         """Return a snapshot of the Python state that a step may write to."""
         return PythonState(self._model, others_of_user(self._model), has_arrays=True)
 
     def optimizers(self) -> list[Any]:
-        """Return the optimizers that attributes of the model hold, or what passes for them."""
+        """Return the optimizers in the model's attributes, or their equivalents."""
         return unique(optimizers_in(vars(self._model)))
 
     def outside_of_training(self) -> AbstractContextManager[None]:
-        """Return a context in which functions run that no train function has called."""
+        """Return a context for functions that run outside of a train function."""
         return contextlib.nullcontext()
 
     def build(self, data: Any) -> None:  # noqa: B027
-        """Create the variables that the first step would create, where Keras does not."""
+        """Create the variables that the first step would create, if Keras does not."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raise ValueError if the model cannot be accumulated here."""
+        """Raise ValueError if this backend cannot accumulate the model."""
 
-    # Around `fit`.
+    # Hooks of `fit`.
 
     def begin_epoch(self, epoch: int, is_first: bool) -> None:  # noqa: B027
-        """Note that an epoch of `fit` begins, perhaps its first.
+        """Prepare for an epoch of `fit`.
 
         Raises:
-            RuntimeError: others that train the model together with this process begin another one.
+            RuntimeError: if the processes that train together begin different epochs.
         """
 
     def explain(self, error: BaseException) -> None:  # noqa: B027
-        """Add to an error of `fit` what is known of its cause."""
+        """Add what is known of the cause to an error of `fit`."""
 
     def finish_fit(self) -> None:  # noqa: B027
-        """Note that `fit` has trained its last epoch."""
+        """Clean up after the last epoch of `fit`."""
 
     def end_fit(self) -> None:  # noqa: B027
-        """Note that `fit` has ended, perhaps by an error."""
+        """Clean up after `fit` has returned or raised."""
 
-    # Calls of layers, where `core.layer_calls` splits them.
+    # Layer calls that `core.layer_calls` splits.
 
     def is_at_hand(self, tensor: Any) -> bool:
-        """Return whether a tensor may be used where the step runs now, and not elsewhere only."""
+        """Return whether a tensor may be used by the running code, not only in an inner scope."""
         return True
 
     def place(self) -> Any:
-        """Return where the present code runs: a graph, perhaps that of a function or branch."""
+        """Return the graph of the running code, perhaps that of a function or branch."""
         return None
 
     def why_whole(self, layer: Any) -> str | None:
-        """Return why calls of a layer must not be split, nor tried, or None."""
+        """Return why calls of a layer must be neither split nor tried, or None."""
         return None
 
     def is_in_step(self) -> bool:
-        """Return whether the values of weights are what they are in the step."""
+        """Return whether weights have the values that they have in the step."""
         return True
 
     @abstractmethod
     def run_isolated(self, call: IsolatedCall, derives: bool = False) -> Callable[..., Any]:
-        """Return a function that runs a call on numbers while another function is traced.
+        """Return a function that runs a call on arrays while another function is traced.
 
         Args:
-            call: what is run.
-            derives: whether it is to return gradients of half the sum of the outputs' squares, with
-                respect to the floats among the samples, and then among the fixed arrays.
+            call: the call.
+            derives: whether to return gradients of half the sum of the squared outputs, with
+                respect to the floats among the samples, then among the fixed arrays.
 
         Returns:
-            A function of the fixed arrays, all samples of a trial, and two places among these. It
-            runs the call on the samples in between, and returns arrays.
+            A function of the fixed arrays, all samples of a trial, and the begin and end of a range
+            of them. It runs the call on that range, and returns arrays.
         """
 
     @abstractmethod
     def by_microbatches(self, split: Split) -> tuple[list[Any], Traced]:
-        """Run a function by microbatches, whose activations are computed again for gradients.
+        """Run a function by microbatches, recomputing activations for gradients.
 
         Returns:
-            What is carried behind the last one, and what all of them give.
+            The final `carried` tensors, and the results of all microbatches.
         """
 
     def attached_to(self, output: Any) -> dict[str, Any]:
-        """Return the tensors that Keras's losses read from an output, by name: its mask."""
+        """Return the tensors that Keras's losses read from an output, such as its mask, by name."""
         mask = mask_of(output)
         return {} if mask is None else {"mask": mask}
 
     def with_attached(self, output: Any, name: str, tensor: Any) -> Any:
-        """Return an output with a tensor that `attached_to` has found."""
+        """Return an output with a tensor that `attached_to` found."""
         set_mask(output, tensor)
         return output
 
     def has_hooks(self) -> bool:
-        """Return whether code of users sees or changes what goes through layers of the model."""
+        """Return whether user code sees or changes what passes through the model's layers."""
         return False
 
     # Memory.
@@ -372,27 +369,26 @@ class Backend(ABC):
     @property
     @abstractmethod
     def is_on_cpu(self) -> bool:
-        """Whether the model is, where allocations that fail may end the process."""
+        """Whether the model runs on a CPU, where a failed allocation may end the process."""
 
     def wait_for(self, nest: Any) -> None:  # noqa: B027
-        """Wait until a nest of tensors is computed, where an allocation may fail after a call."""
+        """Wait until a nest of tensors is computed, if allocations may fail after a call."""
 
     @abstractmethod
     def out_of_memory(self, error: Exception) -> Exception | None:
-        """Return an error that says that memory is used up, without what it holds, or None."""
+        """Return an out-of-memory error without references to tensors, or None for other errors."""
 
     @abstractmethod
     def trying(self, is_own: bool) -> AbstractContextManager[None]:
-        """Return a context after which all of the model is as it was before.
+        """Return a context that restores the model at its end.
 
         Args:
-            is_own: whether a step of the user's runs in it, which may write to anything.
+            is_own: whether a custom step runs in it, which may write to anything.
 
         Raises:
-            ValueError: at its end, if weights were updated past what stands in for optimizers.
+            ValueError: at its end, if weights were updated without an optimizer that is recorded.
         """
 
     def has_updated(self) -> bool:
-        """Return whether weights were written to since `keeping_state` was entered last, where a
-        batch that runs out of memory is to be repeated."""
+        """Return whether weights changed since `keeping_state` began, if batches are repeated."""
         return False

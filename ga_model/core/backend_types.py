@@ -1,26 +1,26 @@
-"""What the core and a backend pass each other."""
+"""Types that the core and a backend exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-# The variables of a model: those that are trained, its others, of its optimizer, of its metrics.
+# The groups of variables of a model, as Keras's attributes `trainable_variables` and so on.
 Group = Literal["trainable", "non_trainable", "optimizer", "metrics"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
 
 class Function(NamedTuple):
-    """A function of the core that is to be compiled.
+    """A function of the core to compile.
 
     Attributes:
-        run: takes and returns nests of tensors.
+        run: the function, from nests of tensors to nests of tensors.
         reads: groups of variables that it reads, and may write to.
-        updates: groups that it reads, and writes to all variables of.
-        consumes: whether the tensors of its first argument are not used again. Not if it updates:
-            the memory of what it updates takes all results, and JAX warns of other that is given.
-        discards: whether what it writes is not needed. Where nothing is compiled, it is there
-            nevertheless, and has to be put back.
+        updates: groups that it reads, and all of whose variables it writes to.
+        consumes: whether its first argument may be donated. False if it updates: its results take
+            the memory of the updated variables, and JAX warns of other donated buffers.
+        discards: whether the caller does not need the values written to variables. Where nothing is
+            compiled they are written anyway, and the caller restores them.
     """
 
     run: Callable[..., Any]
@@ -31,12 +31,12 @@ class Function(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """What a step has applied an optimizer to.
+    """An optimizer that a step applies, and to which variables.
 
     Attributes:
         optimizer: the optimizer.
-        variables: those that it updates, in the order of their gradients.
-        via_apply_gradients: whether `apply_gradients` was called, and not `apply`.
+        variables: the variables that it updates, in the order of their gradients.
+        via_apply_gradients: whether the step called `apply_gradients` instead of `apply`.
     """
 
     optimizer: Any
@@ -44,7 +44,7 @@ class Applied(NamedTuple):
     via_apply_gradients: bool = False
 
     def again(self, gradients: Sequence[Any]) -> None:
-        """Apply the optimizer, as the step did, to gradients of its variables, tensors or None."""
+        """Apply the optimizer as the step did, to other gradients: tensors or None."""
         if self.via_apply_gradients:
             self.optimizer.apply_gradients(zip(gradients, self.variables))
         else:
@@ -55,26 +55,26 @@ class GradientSums(Protocol):
     """Sums of gradients that a backward pass adds to."""
 
     def begin(self, shrink: Any, counts: Any) -> None:
-        """Add the gradients that are taken from now on.
+        """Start to add the gradients of the next backward pass.
 
         Args:
-            shrink: scalar, what the sums so far are to be multiplied by.
-            counts: bool scalar, whether gradients are added, which may be NaN.
+            shrink: scalar, factor for the sums so far.
+            counts: bool scalar, False to leave these gradients out: they may be NaN.
         """
 
     def end(self) -> list[Any]:
-        """Return the sums, tensors or None."""
+        """Return the sums: tensors or None."""
 
 
 class State(Protocol):
-    """What a step may write to, as it was at one time."""
+    """A snapshot of what a step may write to."""
 
     def put_back(self) -> None:
         """Restore everything."""
 
 
 class States:
-    """Several of them, each of something else."""
+    """Several snapshots, restored in order."""
 
     def __init__(self, *states: State) -> None:
         self._states = states

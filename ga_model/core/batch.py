@@ -1,4 +1,4 @@
-"""A batch, and its microbatches: rows along axis 0."""
+"""A batch, and its microbatches: slices along axis 0."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ga_model.base import _numbers
 
 
 class Batch:
-    """A batch, and the microbatches that it is split into, in the order of its rows.
+    """A batch, and its microbatches in the order of the samples.
 
     Args:
-        data: what `train_step` gets: a nest of tensors and arrays of shape (rows, ...), and None. A
-            scalar has no rows and is part of every microbatch.
-        size: rows per microbatch; the last one has what is left. None leaves the batch whole.
+        data: argument of `train_step`: a nest of tensors and arrays of shape (samples, ...), and
+            None. A scalar has no samples and is part of every microbatch.
+        size: samples per microbatch; the last one has the rest. None leaves the batch whole.
 
     Raises:
-        ValueError: it is to be split, and there are no rows; when it is, their number differs
-            between the tensors.
+        ValueError: if `size` is set and no tensor has samples; `microbatch` also raises it if
+            tensors of a split batch differ in their number.
 
     Attributes:
-        rows: the most rows that one of the tensors has.
-        num_microbatches: how many there are, 1 or more.
+        rows: samples of the longest tensor.
+        num_microbatches: number of microbatches, at least 1.
     """
 
     def __init__(self, data: Any, size: int | None) -> None:
@@ -43,7 +43,7 @@ class Batch:
         return self.num_microbatches > 1
 
     def check_rows(self) -> None:
-        """Raise ValueError if it is to be split, and the number of rows differs between tensors."""
+        """Raise ValueError if a batch to split has tensors of different numbers of samples."""
         if self.is_split and self._is_uneven:
             raise ValueError(_rows_message(shapes_in(self._data)))
 
@@ -57,38 +57,38 @@ class Batch:
 
 
 def unpack(data: Any) -> Any:
-    """Return x, y and sample weight of a batch. x is all of it where it is no tuple of up to 3."""
+    """Return x, y and sample weights of a batch. Data other than a tuple of up to 3 is all x."""
     if isinstance(data, list) and len(data) <= 3:
-        data = tuple(data)  # as Keras takes it: a `torch.utils.data.DataLoader` gives lists
+        data = tuple(data)  # as Keras does: a `torch.utils.data.DataLoader` yields lists
     if not isinstance(data, tuple) or len(data) > 3:
         data = (data,)
     return keras.utils.unpack_x_y_sample_weight(data)
 
 
 def part_of(data: Any, start: int, stop: int) -> Any:
-    """Return the rows from `start` up to `stop` of a nest."""
+    """Return the samples from `start` up to `stop` of a nest."""
     return keras.tree.map_structure(
         lambda leaf: _numbers.rows_between(leaf, start, stop) if _has_rows(leaf) else leaf, data
     )
 
 
 def shapes_in(data: Any) -> list[tuple[int, ...]]:
-    """Return the shapes of the arrays in a nest, in its order."""
+    """Return the shapes of the arrays in a nest, in order."""
     return [tuple(leaf.shape) for leaf in keras.tree.flatten(data) if _has_rows(leaf)]
 
 
 def _has_rows(leaf: Any) -> bool:
-    """Return whether a leaf is anything but a scalar."""
+    """Return whether a leaf is a tensor or array with at least one axis."""
     return len(getattr(leaf, "shape", ())) > 0
 
 
 def rows_of(leaf: Any) -> Any:
-    """Return the rows of a tensor or an array: an integer, or a scalar that a graph computes."""
+    """Return the number of samples of a tensor: an integer, or a scalar computed in a graph."""
     return _numbers.shape_of(leaf)[0]
 
 
 def num_rows(data: Any) -> Any:
-    """Return the rows of the first tensor in a nest, 1 if there is none."""
+    """Return the number of samples of the first tensor in a nest, or 1 if there is none."""
     return next((rows_of(leaf) for leaf in keras.tree.flatten(data) if _has_rows(leaf)), 1)
 
 

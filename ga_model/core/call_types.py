@@ -1,4 +1,4 @@
-"""Types for a layer call that is tried or split, between the core and a backend."""
+"""Types that the core and a backend exchange to try or split a layer call."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ga_model.core.statistics import Moments
 
 
 class Traced(NamedTuple):
-    """What a call gives for some samples.
+    """The results of a layer call on some samples.
 
     Attributes:
-        outputs: tensors.
-        attached: what losses of Keras's find at them: tensors, by the number of the output and a
-            name.
+        outputs: output tensors.
+        attached: tensors that Keras's losses read from outputs, such as masks, by the index of the
+            output and a name.
         losses: scalars that layers added.
-        moments: of the calls of BatchNormalization layers.
+        moments: moments of the calls of BatchNormalization layers.
     """
 
     outputs: list[Any]
@@ -26,13 +26,13 @@ class Traced(NamedTuple):
 
 
 class IsolatedCall(NamedTuple):
-    """A function to be run on other numbers, isolated from the step.
+    """A layer call to run on trial data, outside of the step.
 
     Attributes:
-        function: takes lists in place of `fixed` and of some samples, and returns one of tensors.
-        layer: the layer that it calls.
-        fixed: tensors that all samples share, of which the layer's variables are the first.
-        samples: tensors that have the samples on axis 0.
+        function: takes lists that replace `fixed` and `samples`, and returns a list of tensors.
+        layer: the called layer.
+        fixed: tensors shared by all samples, the layer's variables first.
+        samples: tensors with samples on axis 0.
     """
 
     function: Callable[..., list[Any]]
@@ -42,17 +42,17 @@ class IsolatedCall(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A function to be run by microbatches.
+    """A layer call to run by microbatches.
 
     Attributes:
-        layer: the layer that it calls.
-        function: takes `carried`, `fixed`, some samples, and their share of all; returns new values
-            for the first, and a `Traced` whose losses are those of all samples when added up.
-        carried: tensors that go from one microbatch to the next.
-        fixed: tensors that all have.
-        samples: tensors that have the samples on axis 0.
-        size: samples of a microbatch.
-        most: as `splitting_calls` takes it.
+        layer: the called layer.
+        function: takes `carried`, `fixed`, some samples, and their share of all samples. Returns
+            new values of `carried`, and a `Traced` whose losses add up to those of all samples.
+        carried: tensors passed from one microbatch to the next.
+        fixed: tensors shared by all microbatches.
+        samples: tensors with samples on axis 0.
+        size: samples per microbatch.
+        most: see `splitting_calls`.
     """
 
     layer: Any

@@ -1,4 +1,4 @@
-"""How the next batch of a compiled model is trained: its microbatches, its window, its update."""
+"""Train a compiled model batch by batch: microbatches, windows and updates."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Driver(ModelState):
     """Trains a compiled model batch by batch, and keeps the state between batches.
 
     Args:
-        model, settings, backend: as `ModelState` takes them.
+        model, settings, backend: see `ModelState`.
 
     Attributes:
-        steps: what is compiled for microbatches.
-        updates: what is for logs and updates.
+        steps: compiled functions for microbatches.
+        updates: compiled functions for logs and updates.
     """
 
     window: Window | None
@@ -52,19 +52,19 @@ class Driver(ModelState):
         self._has_own_loss = False
         self._findings = Findings(model, backend)
         self._weights_watch = WeightsWatch(model, backend, self.steps.step)
-        self._adds_up = True  # as far as is known
+        self._adds_up = True  # until a trial finds otherwise
 
-    # What a step is.
+    # Properties of the step.
 
     @functools.cached_property
     def has_own_step(self) -> bool:
-        """Whether the step, or its logs, are the user's own."""
-        # Some releases of Keras have not all of them.
+        """Whether the user overrides the step, or a method that computes its logs."""
+        # Some Keras releases lack some of these methods.
         names = (n for n in self.backend.methods_of_step if hasattr(keras.Model, n))
         return not all(is_of_keras(self._model, name) for name in names)
 
     def takes_full_batch(self) -> bool:
-        """Return whether the step sees the full batch, and calls of layers are split."""
+        """Return whether the step runs on the full batch, with its layer calls split."""
         if self.settings.loss_over != "auto":
             return self.settings.loss_over == "batch"
         model = self._model
@@ -75,12 +75,7 @@ class Driver(ModelState):
     # Batches.
 
     def train(self, batches: Iterator[Any], number: int) -> Any:
-        """Train one batch or more, as `fit` asks for them, and return the logs.
-
-        Args:
-            batches: where they come from.
-            number: how many, if there are so many left.
-        """
+        """Train up to `number` batches of an iterator, and return the last logs."""
         logs = self._train_next(next(batches))
         for data in itertools.islice(batches, number - 1):
             logs = self._train_next(data)
@@ -94,52 +89,53 @@ class Driver(ModelState):
                 self.backend.check()
                 batch = self.backend.batch(data, self._even_size())
                 if not self.takes_full_batch():
-                    batch.check_rows()  # which code of Keras's would meet first
+                    batch.check_rows()  # clearer than Keras's later error
                 self.backend.build(data)
                 self.warn_of_accumulating_optimizers()
                 self._is_checked = True
             return self._train_automatic(data) if self.is_automatic else self._attempt(data)
-        except BaseException:  # KeyboardInterrupt, too
+        except BaseException:  # including KeyboardInterrupt
             self.discard_window()
             raise
 
     def _attempt(self, data: Any, **options: Any) -> Any:
-        """Train a batch, again where it was not known at first how."""
-        first: Exception | None = None
+        """Train a batch, retrying where the first attempt shows that it needs another treatment."""
+        first_error: Exception | None = None
         while True:
-            # Losses may write to their inputs, and be tried again.
+            # Losses may write to their inputs, and a retry needs the original values.
             is_known = self._has_trained or self.backend.traces
-            passed = data if is_known else self.backend.copied(data)
+            batch_data = data if is_known else self.backend.copied(data)
             try:
-                self.backend.present_batch = passed
+                self.backend.present_batch = batch_data
                 with self.backend.keeping_state():
-                    logs = self._train_batch(passed, **options)
+                    logs = self._train_batch(batch_data, **options)
                 self._has_trained = True
                 return logs
             except NeedsTrialError:
                 self._has_own_loss = True
             except NeedsTotalsError:
                 self.steps.needs_totals = True
-            except FoundOtherwiseError:  # so train it by what was found now
+            except FoundOtherwiseError:  # retry with the new verdict
                 pass
             except Exception as error:
-                is_to_repeat = self.backend.traces_otherwise(error)
-                if is_to_repeat:
-                    first, self._findings = error, Findings(self._model, self.backend)
-                elif is_to_repeat is None or first is None:
+                retraces = self.backend.traces_otherwise(error)
+                if retraces:
+                    first_error, self._findings = error, Findings(self._model, self.backend)
+                elif retraces is None or first_error is None:
                     raise
-                else:  # the second may follow from what the first left half done
-                    raise first from None
+                else:  # the first attempt may have caused the second error
+                    raise first_error from None
             finally:
                 self.backend.present_batch = None
 
     def _train_automatic(self, data: Any) -> Any:
-        """Train a batch in microbatches as large as there is memory for."""
-        model, found, rows = self._model, self.automatic_size, self.backend.batch(data, None).rows
-        if found.is_to_search(rows):
+        """Train a batch in microbatches as large as memory allows."""
+        model, found_size = self._model, self.automatic_size
+        rows = self.backend.batch(data, None).rows
+        if found_size.is_to_search(rows):
             self._search(data, rows)
         while True:
-            before = None if self.window is None else self.backend.copied(self.window.sums)
+            sums_before = None if self.window is None else self.backend.copied(self.window.sums)
             try:
                 return self._attempt(data)
             except Exception as error:
@@ -147,40 +143,40 @@ class Driver(ModelState):
                 if failure is None:
                     raise
             if self.backend.has_updated():
-                size = min(found.size, rows)
-                found.fail(failure, torn_message(model.name, size, self.has_own_step))
+                size = min(found_size.size, rows)
+                found_size.fail(failure, torn_message(model.name, size, self.has_own_step))
             if self.window is not None:
-                self.window.sums = before
-            found.halve(model, rows, failure)
+                self.window.sums = sums_before
+            found_size.halve(model, rows, failure)
 
     def _search(self, data: Any, rows: int) -> None:
-        """Find the largest size up to `rows`, and leave all else as it is."""
-        found, window = self.automatic_size, self.window
-        if window is not None:  # what holds its sums is used by the trials
+        """Find the largest size up to `rows`, and restore everything else."""
+        found_size, window = self.automatic_size, self.window
+        if window is not None:  # trials reuse the memory of its sums
             window.sums = self.backend.copied(window.sums)
 
         def run(size: int) -> None:
-            found.size, self.window = size, None
+            found_size.size, self.window = size, None
             with self.backend.trying(self.has_own_step):
-                is_whole = self.takes_full_batch()
-                tried = (
+                takes_all = self.takes_full_batch()
+                trial_data = (
                     data
-                    if is_whole
+                    if takes_all
                     else self.backend.batch(data, min(2 * size, rows)).microbatch(0)
                 )
-                self._attempt(tried, is_trial=True)
+                self._attempt(trial_data, is_trial=True)
 
-        found.size = None
+        found_size.size = None
         try:
             with self.holding_back() as messages:
                 trials = SizeTrials(self.backend, self._model.trainable_variables, run)
-                found.find(self._model, rows, trials)
+                found_size.find(self._model, rows, trials)
         except BaseException:
-            found.restart()
+            found_size.restart()
             raise
         finally:
             self.window = window
-        if found.size < rows or self.accumulates():
+        if found_size.size < rows or self.accumulates():
             for message in messages:
                 self.warn_once(message)
 
@@ -188,33 +184,33 @@ class Driver(ModelState):
         model, size = self._model, self._even_size()
         batch = self.backend.batch(data, size)
         self._most_rows = max(self._most_rows, batch.rows)
-        is_whole = batch.is_split and self.takes_full_batch()
+        sees_full_batch = batch.is_split and self.takes_full_batch()
         is_alone = not (self.accumulates() or self.settings.skip_nonfinite)
-        # Replicas count alike in Keras.
-        is_plain = self.backend.num_replicas == 1 or (is_whole and self.has_own_step)
-        if is_alone and (is_whole or not batch.is_split) and is_plain and not is_trial:
+        # Keras weights all replicas equally.
+        is_plain = self.backend.num_replicas == 1 or (sees_full_batch and self.has_own_step)
+        if is_alone and (sees_full_batch or not batch.is_split) and is_plain and not is_trial:
             return self.updates.whole(size or batch.rows, data)
         is_alone = is_alone and batch.is_split
         rows = size or batch.rows
         known = None
-        if self._needs_trial() and not (is_whole and is_trial):
-            is_one = not self.accumulates() and (is_whole or not batch.is_split)
+        if self._needs_trial() and not (sees_full_batch and is_trial):
+            is_one = not self.accumulates() and (sees_full_batch or not batch.is_split)
             step = Step(model, self.backend, self.has_own_step, is_alone, is_one)
             known = self._findings.of(step, data, rows, self.window)
             is_unseen = is_alone and known.is_unseen and not is_trial
             if is_unseen and self.settings.loss_over == "auto" and self.backend.trains_alone:
-                return self.updates.whole(rows, data)  # exact, whatever the step is
+                return self.updates.whole(rows, data)  # exact for any step
         if known is not None and not known.verdict.is_exact:
-            if batch.is_split and not is_whole and self.settings.loss_over == "auto":
+            if batch.is_split and not sees_full_batch and self.settings.loss_over == "auto":
                 self._adds_up = False
                 return self._train_batch(data, is_trial)
             model._warn_once(known.warning)
-        batch = self.backend.batch(data, None) if is_whole else batch
-        size = size if is_whole else None
+        batch = self.backend.batch(data, None) if sees_full_batch else batch
+        size = size if sees_full_batch else None
         return self._by_microbatches(batch, size, known, is_trial)
 
     def _needs_trial(self) -> bool:
-        """Return whether it is not known of the step without a trial that it adds up."""
+        """Return whether only a trial can tell if the step adds up over microbatches."""
         if self.has_own_step:
             return True
         if self._has_own_code is None:
@@ -223,17 +219,17 @@ class Driver(ModelState):
         return not self._model._has_rule() and (self._has_own_code or self._has_own_loss)
 
     def _even_size(self) -> int | None:
-        """Return samples per microbatch that devices share evenly: each has one, at least."""
+        """Return a microbatch size divisible by the number of devices, at least one sample each."""
         devices = self.backend.num_devices
         return None if self.size is None else max(self.size // devices, 1) * devices
 
     def _by_microbatches(
-        self, batch: Batch, size: int | None, found: Known | None, is_trial: bool
+        self, batch: Batch, size: int | None, known: Known | None, is_trial: bool
     ) -> Any:
-        """Train the microbatches of a batch, or all of it with calls split by `size` samples.
+        """Train the microbatches of a batch, or the full batch with layer calls split by `size`.
 
         Args:
-            found: what is known of the step, or None: it needs no trial.
+            known: the verdict on the step, or None if it needs no trial.
         """
         steps = self.steps
         window = self.window = self.window or Window(self.settings.accumulation_steps)
@@ -243,50 +239,50 @@ class Driver(ModelState):
             size,
             self._model.skip_nonfinite,
             self.measured_noise is not None,
-            None if found is None else found.verdict,
+            None if known is None else known.verdict,
             is_trial,
         )
         parts = _power_of_two(window.steps) * _power_of_two(batch.num_microbatches)
-        if self.updates.overwrites or self.updates.scaled_optimizers:  # as large as of the mean
+        if self.updates.overwrites or self.updates.scaled_optimizers:  # of the scale of a mean
             parts = float(window.steps * batch.num_microbatches)
         num_microbatches = window.steps * batch.num_microbatches * self.backend.num_processes
         values = window.steps, num_microbatches, parts, batch.rows
         totals = steps.totals(batch) if mode.is_split and steps.needs_totals else None
         numbers = Numbers._make([*(self.backend.number(float(v)) for v in values), totals])
-        known, of_last = steps.prepare(mode, batch, numbers)
+        first_structure, last_structure = steps.prepare(mode, batch, numbers)
         if window.sums is None and not is_trial:
             self._weights_watch.begin(window)
         sums = window.sums or steps.begin()
-        before = None if sums is None else sums.amounts
-        alone = None if batch.is_split or is_trial else known
+        amounts_before = None if sums is None else sums.amounts
+        sole_structure = None if batch.is_split or is_trial else first_structure
         for index in range(batch.num_microbatches):
             data = batch.microbatch(index)
             try:
-                sums, logs = steps.microbatch(mode, sums, data, numbers, alone)
-            except Exception:  # as of gradients of other shapes
+                sums, logs = steps.microbatch(mode, sums, data, numbers, sole_structure)
+            except Exception:  # perhaps because gradients have other shapes
                 if window.applied is not None:
                     self._check_applied(steps.step.structure, window)
                 raise
             is_last = index + 1 == batch.num_microbatches
             if mode.is_watched:
                 window.hold(self.backend.samples_of(data), sums.num_news)
-            structure = (of_last if is_last else known) or steps.step.structure
+            structure = (last_structure if is_last else first_structure) or steps.step.structure
             self._check_applied(structure, window)
         assert sums is not None
         if is_trial:
             self.backend.wait_for(sums)
             return None
         if logs is None:
-            logs = self.updates.report(structure, before, sums.amounts)
-        window.sums, self._structure = sums, known or structure
+            logs = self.updates.report(structure, amounts_before, sums.amounts)
+        window.sums, self._structure = sums, first_structure or structure
         if window.end_batch():
-            if found is not None:
-                self._findings.look_at(found, window, data, steps.step.written)
+            if known is not None:
+                self._findings.look_at(known, window, data, steps.step.written)
             self._update(window)
         return logs
 
     def _check_applied(self, structure: Structure, window: Window) -> None:
-        """Raise RuntimeError if a microbatch applies other optimizers than one before it."""
+        """Raise RuntimeError if microbatches of a window apply different optimizers."""
         before, window.applied = window.applied, structure.applied
         if before is None or before is structure.applied:
             return
@@ -294,14 +290,14 @@ class Driver(ModelState):
             raise RuntimeError(messages.unlike_updates_message(self._model.name))
 
     def _update(self, window: Window, is_end: bool = False) -> bool:
-        """Make the update of a window, full or not, and begin the next one.
+        """Make the update of a window, full or partial, and begin the next one.
 
         Args:
             window: the window.
             is_end: whether this process has no batches left.
 
         Returns:
-            Whether no process has.
+            Whether no process has batches left.
         """
         sums, structure, noise = window.sums, self._structure, self.measured_noise
         self._weights_watch.end(window, self._findings.is_told)
@@ -323,9 +319,9 @@ class Driver(ModelState):
         return is_end
 
     def close_window(self) -> None:
-        """Make the update of a partial window, and warn of what was done so far.
+        """Make the update of a partial window, and give the warnings that are due.
 
-        A process that has no batches left takes part in the updates of others until none has.
+        A process without batches takes part in the updates of others until none has any left.
         """
         window = self.window or Window(self.settings.accumulation_steps)
         if window.sums is not None or self.backend.num_processes > 1:
@@ -334,13 +330,13 @@ class Driver(ModelState):
                     pass
         self.warn_of_what_was_done()
 
-    # Steps that the driver does not run.
+    # Direct calls of `train_step`.
 
     def run_step(self, train_step: Callable[..., Any], *args: Any) -> Any:
-        """Run `train_step` where Keras, the core or code of the user's calls it.
+        """Run a `train_step` that Keras, the core or user code calls.
 
         Raises:
-            RuntimeError: code of the user's does, from where it cannot be accumulated.
+            RuntimeError: if user code calls it where it cannot be accumulated.
         """
         if self.backend.is_running_step():
             return train_step(*args)
@@ -353,7 +349,7 @@ class Driver(ModelState):
 
 
 def _power_of_two(number: int) -> float:
-    """Return the power of two at or above a number >= 1."""
+    """Return the smallest power of two >= `number`, which is >= 1."""
     return float(2 ** (number - 1).bit_length())
 
 

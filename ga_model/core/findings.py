@@ -1,4 +1,4 @@
-"""Verdicts on the step of one model, and when it is tried again."""
+"""Verdicts on the step of a model, which is tried again after news: what no trial has shown."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ga_model.core.proof.verdict import Verdict
 from ga_model.core.proof.weighing import Weighing
 from ga_model.core.window import Window, is_list, values_of
 
-_MOST_FRUITLESS = 4  # trials
+_MOST_FRUITLESS = 4  # trials that confirm no news, before watching ends
 
 
 class FoundOtherwiseError(Exception):
-    """A batch has shown that its microbatches weigh otherwise than was found before."""
+    """Raised when a batch contradicts the weights found for its microbatches."""
 
 
 @dataclasses.dataclass
@@ -30,12 +30,12 @@ class Known:
 
     Attributes:
         step: the step.
-        verdict: on it.
-        warning: what is said of it if it is not exact.
-        is_unseen: whether the verdict is assumed, as samples have shown nothing yet.
-        num_batches: that came.
-        next_trial: the number of the batch in which it is tried again.
-        num_fruitless: trials because of news that showed none.
+        verdict: the verdict on it.
+        warning: text of the warning if it is not exact.
+        is_unseen: whether the verdict is assumed, because no sample had a gradient so far.
+        num_batches: batches of this structure so far.
+        next_trial: number of the batch that triggers the next trial.
+        num_fruitless: trials after news that confirmed none.
     """
 
     step: Step
@@ -48,90 +48,90 @@ class Known:
 
 
 class Findings:
-    """Has the step of a model tried, once for each structure of data, and again if it has news."""
+    """Tries the step of a model once per structure of data, and again if training has news."""
 
     def __init__(self, model: Any, backend: Backend) -> None:
         self._model = model
         self._backend = backend
-        self._found: dict[Any, Known] = {}  # by structure, and the windows that it is tried for
+        self._known: dict[Any, Known] = {}  # by structure and kind of window
 
     def of(self, step: Step, data: Any, rows: int, window: Window | None) -> Known:
-        """Return what is known of a step.
+        """Return what is known of a step, after a trial if one is due.
 
         Args:
             data: a batch.
-            rows: samples of its microbatches.
-            window: the open one, or None.
+            rows: samples per microbatch.
+            window: the open window, or None.
         """
         structure = keras.tree.map_structure(_rank_and_dtype, self._backend.each(data)[0])
-        kind = step.is_split, step.is_one, repr(structure)
-        known = self._found.get(kind)
+        key = step.is_split, step.is_one, repr(structure)
+        known = self._known.get(key)
         if known is None or known.is_unseen:
             data = self._backend.samples_of(data, of_all=True)
-            known = self._found[kind] = self._first(step, data, rows, known, window)
+            known = self._known[key] = self._try_first(step, data, rows, known, window)
         elif self._is_due(known, window):
             data = self._backend.samples_of(data, of_all=True)
             with self._backend.on_one_replica():
                 if trial.still_holds(step, data, known.verdict):
                     return known
-                tried = trial.of_step(step, data, rows)
-            if self._note_later(known, data, *tried):
+                result = trial.of_step(step, data, rows)
+            if self._revise(known, data, *result):
                 self._warn_of_later(known)
         return known
 
-    def _first(
+    def _try_first(
         self, step: Step, data: Any, rows: int, assumed: Known | None, window: Window | None
     ) -> Known:
-        """Return what is found of a step of which samples have shown nothing so far."""
+        """Try a step whose samples have shown no gradient so far, and return the result."""
         model = self._model
         weight = self._backend.microbatch_weight(data)
         if weight is not None:
             weighing = Weighing("sum" if isinstance(weight, str) else "loss")
             return Known(step, Verdict(weighing, otherwise=weighing))
         if not model.verify:
-            found = trial.assumed_of(step.is_own)
-            return Known(step, found, messages.unverified_message(model.name))
+            verdict = trial.assumed_of(step.is_own)
+            return Known(step, verdict, messages.unverified_message(model.name))
         before = None if assumed is None else assumed.verdict.weighing
         with self._backend.on_one_replica():
-            found, error = trial.of_step(step, data, rows, before)
-        if isinstance(error, trial.NothingSeenError):  # so the next batch is tried
-            return Known(step, found._replace(differences=()), is_unseen=True)
+            verdict, error = trial.of_step(step, data, rows, before)
+        if isinstance(error, trial.NothingSeenError):  # try the next batch, too
+            return Known(step, verdict._replace(differences=()), is_unseen=True)
         if assumed is not None:
-            self._begin_again(assumed.verdict, found, window)
-        return Known(step, found, self._warning_of(step, data, found, error))
+            self._begin_again(assumed.verdict, verdict, window)
+        return Known(step, verdict, self._warning_of(step, data, verdict, error))
 
     @property
     def is_told(self) -> bool:
-        """Whether there is a warning of a step that is not exact."""
-        return not all(known.verdict.is_exact for known in self._found.values())
+        """Whether a warning about a step that is not exact was given."""
+        return not all(known.verdict.is_exact for known in self._known.values())
 
     def look_at(self, known: Known, window: Window, data: Any, written: set[str]) -> None:
-        """Try samples of a full window that shows what was not tried before, if it does.
+        """Try samples of a full window in which training showed news.
 
         Args:
-            known: what it was trained by.
+            known: what is known of the step that trained it.
             data: its last batch.
             written: paths of the variables that the step has written to so far.
 
         Raises:
-            FoundOtherwiseError: it is one batch, which can be trained again.
+            FoundOtherwiseError: if the verdict changed and the window is one batch, to repeat.
         """
-        step, backend, before = known.step, self._backend, known.verdict
+        step, backend, old_verdict = known.step, self._backend, known.verdict
         if known.is_unseen and not step.is_one:
             self._look_at_unseen(window)
         if known.is_unseen or len(window.held) < 2:
             return
-        if not (chosen := window.samples_with_news()):
+        if not (samples := window.samples_with_news()):
             return
         with backend.on_one_replica():
-            found, error = trial.of_microbatches(step, chosen)
+            verdict, error = trial.of_microbatches(step, samples)
         if isinstance(error, trial.NothingSeenError):
             return
-        is_other = self._note_later(known, data, found, error)
-        if once := sorted(written.difference(found.written)):  # and not while it was tried
-            self._model._warn_once(messages.written_message(self._model.name, once))
-        if not is_other:
-            self._stop_watching(known, before, written)
+        has_changed = self._revise(known, data, verdict, error)
+        if written_in_training := sorted(written.difference(verdict.written)):  # not in a trial
+            self._model._warn_once(messages.written_message(self._model.name, written_in_training))
+        if not has_changed:
+            self._stop_watching(known, old_verdict, written)
             return
         if step.is_split and backend.trains_alone and (backend.traces or not step.is_own):
             window.discard()
@@ -139,9 +139,9 @@ class Findings:
         self._warn_of_later(known)
 
     def _is_due(self, known: Known, window: Window | None) -> bool:
-        """Return whether a step is to be tried again, as code that runs eagerly may change.
+        """Return whether to try a step again, because code that runs eagerly may change.
 
-        It is with growing distance: in the batches 4, 16, 64 and so on, not in the first window.
+        Trials are due in batches 4, 16, 64 and so on, but never in the first window.
         """
         known.num_batches += 1
         is_early = known.num_batches < known.next_trial or window is None or not window.was_full
@@ -150,42 +150,42 @@ class Findings:
         known.next_trial *= 4
         return known.verdict.is_watched
 
-    def _warning_of(self, step: Step, data: Any, found: Verdict, error: Exception | None) -> str:
-        """Return what is to be said of a step that is not exact, or could not be tried."""
-        shapes = [] if step.is_own else shapes_in(data)  # which may be split whatever it holds
-        if not found.is_exact and len({rows for rows, *_ in shapes}) > 1:
+    def _warning_of(self, step: Step, data: Any, verdict: Verdict, error: Exception | None) -> str:
+        """Return the warning about a step that is not exact or could not be tried, if any."""
+        shapes = [] if step.is_own else shapes_in(data)  # a custom step may split any data
+        if not verdict.is_exact and len({rows for rows, *_ in shapes}) > 1:
             return messages.unlike_rows_message(self._model.name, shapes)
         if error is not None:
             return messages.untried_message(self._model.name, error)
-        return "" if found.is_exact else messages.unlike_message(self._model.name, found)
+        return "" if verdict.is_exact else messages.unlike_message(self._model.name, verdict)
 
-    def _note_later(self, known: Known, data: Any, found: Verdict, error: Exception | None) -> bool:
-        """Note what is found of a step that was found to be exact, and return whether it differs.
+    def _revise(self, known: Known, data: Any, verdict: Verdict, error: Exception | None) -> bool:
+        """Store the result of a later trial, and return whether it differs from the verdict.
 
-        Processes that train together keep to what they have found together.
+        Processes that train together keep their first verdict.
         """
-        before, found = known.verdict, known.verdict.after_news(found)
-        known.verdict, known.warning = found, self._warning_of(known.step, data, found, error)
-        is_other = not found.is_exact or found.weighing != before.weighing
-        if is_other and not self._backend.trains_alone:
+        old_verdict, verdict = known.verdict, known.verdict.after_news(verdict)
+        known.verdict, known.warning = verdict, self._warning_of(known.step, data, verdict, error)
+        has_changed = not verdict.is_exact or verdict.weighing != old_verdict.weighing
+        if has_changed and not self._backend.trains_alone:
             self._warn_of_later(known)
-            known.verdict = before
-        return is_other
+            known.verdict = old_verdict
+        return has_changed
 
     def _warn_of_later(self, known: Known) -> None:
-        """Warn of what was found of a step when it had trained already."""
-        model, found = self._model, known.verdict
+        """Warn that the verdict on a step changed after it had trained."""
+        model, verdict = self._model, known.verdict
         is_auto = model.loss_over == "auto" and self._backend.trains_alone
-        if found.differences and known.step.is_split and is_auto:
-            model._warn_once(messages.whole_from_now_message(model.name, found))
+        if verdict.differences and known.step.is_split and is_auto:
+            model._warn_once(messages.whole_from_now_message(model.name, verdict))
         else:
             model._warn_once(known.warning or messages.late_message(model.name))
 
     def _stop_watching(self, known: Known, before: Verdict, written: set[str]) -> None:
-        """Watch nothing more where what is news to training has been none to several trials.
+        """Stop watching for news that several trials did not confirm.
 
         Args:
-            before: the verdict before the last one.
+            before: the verdict before the last trial.
             written: paths of the variables that the step has written to.
         """
         if not known.verdict.watches_as(before):
@@ -194,26 +194,26 @@ class Findings:
         if known.num_fruitless == _MOST_FRUITLESS:
             known.verdict = known.verdict.without_news(written)
 
-    def _begin_again(self, assumed: Verdict, found: Verdict, window: Window | None) -> None:
-        """Forget microbatches without a gradient that weigh otherwise than was assumed."""
-        before, now = ((v.weighing, v.kinds, v.is_folded) for v in (assumed, found))
+    def _begin_again(self, assumed: Verdict, verdict: Verdict, window: Window | None) -> None:
+        """Discard microbatches without a gradient whose assumed weights were wrong."""
+        before, now = ((v.weighing, v.kinds, v.is_folded) for v in (assumed, verdict))
         if before == now or window is None or window.sums is None:
             return
         window.sums = None
-        if not (found.weighing.is_sum or found.kinds.has_sum):
+        if not (verdict.weighing.is_sum or verdict.kinds.has_sum):
             self._model._warn_once(messages.late_message(self._model.name))
 
     def _look_at_unseen(self, window: Window) -> None:
-        """Warn of gradients where the samples that were tried have shown none."""
+        """Warn if training has gradients where the samples of trials had none."""
         assert window.sums is not None
         gradients = [g for sums in self._backend.each(window.sums) for g in sums.gradients]
         parts = [part for g in gradients for part in (g if is_list(g) else [g])]
         known = [values_of(part) for part in parts if part is not None]
-        is_finite = all(bool(ops.all(ops.isfinite(g))) for g in known)  # else no update is made
+        is_finite = all(bool(ops.all(ops.isfinite(g))) for g in known)  # otherwise no update
         if is_finite and any(bool(ops.any(g != 0)) for g in known):
             self._model._warn_once(messages.unseen_message(self._model.name))
 
 
 def _rank_and_dtype(leaf: Any) -> tuple[int, str]:
     dtype = str(getattr(leaf, "dtype", type(leaf)))
-    return len(getattr(leaf, "shape", ())), dtype.removeprefix("torch.")  # of arrays, too
+    return len(getattr(leaf, "shape", ())), dtype.removeprefix("torch.")  # as of arrays

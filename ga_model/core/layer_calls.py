@@ -1,9 +1,9 @@
-"""Run a call of a layer by microbatches.
+"""Run a layer call by microbatches.
 
-Forward, no activations are kept, and the call is made once more when its gradient is asked for. How
-is the backend's. The values of variables are arguments of what is run, and what a call writes to is
-carried from one microbatch to the next, so each draws other random numbers, the same ones in both
-passes. Where functions are not traced, what is Python's is put back for each microbatch.
+The forward pass keeps no activations; the backward pass repeats the call. A backend implements
+both. Values of variables are arguments of the call, and the state that it writes is carried from
+one microbatch to the next, so each microbatch draws other random numbers, and both passes draw the
+same. Where functions are not traced, Python state is restored for each microbatch.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ from ga_model.core.statistics import MomentsRecorder, is_known, present_recorder
 
 _NOT_ROWS = "it combines samples, or gives something other than one value per sample"
 _NOT_ROWS_BACK = "it has a custom gradient that combines samples"
-_uses_averages = ThreadValue(False)  # whether BatchNormalization uses its running averages
+_uses_averages = ThreadValue(False)  # whether BatchNormalization uses running averages
 
 
 class LayerCall:
-    """One call of a layer, as a function of tensors.
+    """A call of a layer, as a function of tensors.
 
     Args:
-        backend: what the model runs on.
+        backend: the backend of the model.
         layer: the layer.
         call: its `call`.
-        args, kwargs: the arguments. The first array whose axis 0 has not the length 1 has the
-            samples, and so have all that are as long.
-        size: samples of a microbatch.
-        known: returns samples of an array as a batch has them, for a trial, or None.
+        args, kwargs: arguments of the call. The first array whose axis 0 is not 1 long has the
+            samples on axis 0, and so have all arrays of its length.
+        size: samples per microbatch.
+        known: returns samples of an array from the batch, for a trial, or None.
 
     Attributes:
-        samples: the arrays that have them, and their masks.
-        kinds: what each loss that layers add is over samples, "mean", "sum" or None.
-        normalizations: calls of BatchNormalization layers in it.
+        samples: the arrays with samples, and their masks.
+        kinds: reduction over samples of each loss that layers add: "mean", "sum" or None.
+        normalizations: calls of BatchNormalization layers inside the call.
 
     Raises:
-        NotByRowsError: it has no more samples than a microbatch, or the layer cannot be built.
+        NotByRowsError: if there are no more samples than `size`, or the layer cannot be built.
     """
 
     def __init__(
@@ -75,24 +75,24 @@ class LayerCall:
         args: Any,
         kwargs: Any,
         size: int,
-        known: Callable[[Any], Any],
+        samples_of: Callable[[Any], Any],
     ) -> None:
         self._backend, self._layer, self._call = backend, layer, call
-        self._arguments, self._size, self._known = (args, kwargs), size, known
+        self._arguments, self._size, self._samples_of = (args, kwargs), size, samples_of
         self._leaves: list[Any] = []  # in the order of `map_structure`, unlike that of `flatten`
         keras.tree.map_structure(self._leaves.append, self._arguments)
         self._leaves = list(map(_tensor_of, self._leaves))
         tensors = [(i, leaf) for i, leaf in enumerate(self._leaves) if _is_array(leaf)]
-        found = [(place, tensor) for place, tensor in tensors if len(tensor.shape)]
-        first = next((tensor for _, tensor in found if tensor.shape[0] != 1), None)
-        rows = 0 if first is None else _numbers.shape_of(first)[0]
+        arrays = [(place, tensor) for place, tensor in tensors if len(tensor.shape)]
+        first_array = next((tensor for _, tensor in arrays if tensor.shape[0] != 1), None)
+        rows = 0 if first_array is None else _numbers.shape_of(first_array)[0]
         if isinstance(rows, int) and rows <= size:
             raise NotByRowsError("")
         if why := backend.why_whole(layer):
             raise NotByRowsError(why)
         self._build()
-        length = None if first is None else first.shape[0]
-        self._places = [place for place, tensor in found if tensor.shape[0] == length]
+        length = None if first_array is None else first_array.shape[0]
+        self._places = [place for place, tensor in arrays if tensor.shape[0] == length]
         self._shared = [place for place, _ in tensors if place not in self._places]
         samples = [self._leaves[place] for place in self._places]
         masks = [mask_of(tensor) for tensor in samples]
@@ -104,26 +104,26 @@ class LayerCall:
         self._python = PythonState(layer)
         self.kinds: list[Any] = []
         self._adders: list[Any] = []
-        self._written: list[int] = []  # places of the variables that it writes to
+        self._written: list[int] = []  # indices of the variables that it writes to
         self.normalizations: list[Any] = []
-        self._outputs: Any = None  # without its tensors
-        self._tensors: list[int] = []  # places of these among its leaves
+        self._outputs: Any = None  # structure, with 0 in place of tensors
+        self._tensors: list[int] = []  # indices of the tensors among its leaves
 
     def _build(self) -> None:
-        """Create the variables of the layer, which cannot be created in a stateless scope."""
+        """Create the variables of the layer: not possible in a stateless scope."""
         if is_built(self._layer):
             return
-        rest = (
+        leaves = (
             keras.KerasTensor(leaf.shape, keras.backend.standardize_dtype(leaf.dtype))
             if _is_array(leaf)
             else leaf
             for leaf in self._leaves
         )
-        args, kwargs = keras.tree.map_structure(lambda _: next(rest), self._arguments)
+        args, kwargs = keras.tree.map_structure(lambda _: next(leaves), self._arguments)
         try:
             with inside_of_call.set(True):
                 keras.backend.compute_output_spec(self._layer, *args, **kwargs)
-        except Exception as error:  # of the user's code, called in a way that it may not know
+        except Exception as error:  # custom code may not support symbolic inputs
             raise NotByRowsError("it is not built, and cannot be built without a call") from error
 
     @property
@@ -133,15 +133,15 @@ class LayerCall:
     def _run(
         self, fixed: list[Any], samples: list[Any], knows_others: bool = True
     ) -> tuple[list[Any], Traced]:
-        """Trace the call for some samples.
+        """Trace the call on some samples.
 
         Args:
-            fixed: values of the variables of the layer, and arrays that all samples share.
-            samples: arrays, and their masks.
-            knows_others: whether the values of other variables are known, too.
+            fixed: values of the layer's variables, and arrays shared by all samples.
+            samples: arrays with samples, and their masks.
+            knows_others: whether the values of other variables are available, too.
 
         Returns:
-            The values behind the call, and what it gives.
+            The values of the variables after the call, and its results.
         """
         state, leaves = fixed[: len(self._variables)], list(self._leaves)
         for place, array in zip(self._shared, fixed[len(state) :]):
@@ -149,50 +149,50 @@ class LayerCall:
         for place, array in zip(self._places, samples):
             leaves[place] = array
         for place, mask in zip(self._masked, samples[len(self._places) :]):
-            leaves[place] = ops.copy(leaves[place])  # another may have another mask
+            leaves[place] = ops.copy(leaves[place])  # its other uses may have other masks
             set_mask(leaves[place], mask)
-        rest = iter(leaves)
-        args, kwargs = keras.tree.map_structure(lambda _: next(rest), self._arguments)
-        known = dict(self._scope.state_mapping) if self._scope and knows_others else {}
+        remaining = iter(leaves)
+        args, kwargs = keras.tree.map_structure(lambda _: next(remaining), self._arguments)
+        other_values = dict(self._scope.state_mapping) if self._scope and knows_others else {}
         recorder = MomentsRecorder(self._backend.place)
         self._python.put_back()
         with scope_of(self._variables, state) as scope:
-            for key, value in known.items():  # of other variables, for layers that share them
+            for key, value in other_values.items():  # other variables, of layers that share them
                 scope.state_mapping.setdefault(key, value)
             before = dict(scope.state_mapping)
             recorded = present_recorder.set(recorder)
             with unrecorded(), waiting(None), inside_of_call.set(True), recorded:
                 outputs = self._call(*args, **kwargs)
             losses = losses_of_scope(scope)
-            now = scope.state_mapping
-        own = {id(variable) for variable in self._variables}
-        if any(now[key] is not before.get(key) for key in now if key not in own):
+            mapping = scope.state_mapping
+        own_ids = {id(variable) for variable in self._variables}
+        if any(mapping[key] is not before.get(key) for key in mapping if key not in own_ids):
             raise NotByRowsError("it writes to a variable of another layer")
-        values = (now[id(variable)] for variable in self._variables)
+        values = (mapping[id(variable)] for variable in self._variables)
         if not all(map(self._backend.is_at_hand, values)):
             raise NotByRowsError(
                 "it writes to a variable in a branch, a loop or a function of its own"
             )
         self._adders = [adder_of(loss, self._layer) for loss in losses]
         self.normalizations = recorder.calls
-        given: list[Any] = []
-        keras.tree.map_structure(given.append, outputs)
-        if any(_holds_tensors(leaf) for leaf in given if not _is_array(leaf)):
+        output_leaves: list[Any] = []
+        keras.tree.map_structure(output_leaves.append, outputs)
+        if any(_holds_tensors(leaf) for leaf in output_leaves if not _is_array(leaf)):
             raise NotByRowsError("it returns tensors in an object that cannot be concatenated")
         for part, name, value in self._python.changed():
             if not type(part).__module__.startswith("keras.") and _has_tensors([value]):
                 raise NotByRowsError(f"it stores a tensor in its attribute `{name}`")
-        self._tensors = [place for place, leaf in enumerate(given) if _is_array(leaf)]
+        self._tensors = [place for place, leaf in enumerate(output_leaves) if _is_array(leaf)]
         self._outputs = keras.tree.map_structure(lambda x: 0 if _is_array(x) else x, outputs)
-        tensors = [given[place] for place in self._tensors]
+        tensors = [output_leaves[place] for place in self._tensors]
         attached = {
             f"{place} {name}": tensor
             for place, output in enumerate(tensors)
             for name, tensor in self._backend.attached_to(output).items()
         }
-        kept = recorder.written()
+        averages = recorder.written()
         after = [
-            old if id(variable) in kept else now[id(variable)]
+            old if id(variable) in averages else mapping[id(variable)]
             for variable, old in zip(self._variables, state)
         ]
         pairs = enumerate(zip(after, state))
@@ -200,84 +200,84 @@ class LayerCall:
         return after, Traced(tensors, attached, losses, recorder.moments)
 
     def analyze(self, training: bool | None) -> str | None:
-        """Return why samples are not known to be treated one by one, or None, and note losses.
+        """Return why the call cannot be split, or None, and set `kinds`.
 
         Args:
-            training: whether the call is in training, or None.
+            training: whether the call runs in training mode, or None.
         """
-        known = self._backend.known_calls  # by layers and shapes
+        cache = self._backend.known_calls  # by layer, mode and shapes
         arrays = [(tuple(a.shape[1:]), str(a.dtype)) for a in self.samples]
         shared = [(place, tuple(self._leaves[place].shape)) for place in self._shared]
         static = str([leaf for leaf in self._leaves if not _is_array(leaf)])
         key = (id(self._layer), training, static, *self._places, *arrays, *shared)
-        if key not in known:
-            known[key] = self._layer, *self._analyze()  # with the layer, whose id no other one gets
-        why: str | None
-        _, why, self.kinds, self._written = known[key]
-        return why
+        if key not in cache:
+            cache[key] = self._layer, *self._analyze()  # with the layer, to keep its id unique
+        reason: str | None
+        _, reason, self.kinds, self._written = cache[key]
+        return reason
 
     def _analyze(self) -> tuple[str | None, list[Any], list[int]]:
-        """Try the call. Return the reason, the kinds of losses, and places of written variables."""
-        number = 1  # of outputs and what is attached to them
+        """Try the call. Return a reason or None, kinds of losses, indices of written variables."""
+        num_outputs = 1  # of outputs and attached tensors
 
         def outputs(fixed: list[Any], samples: list[Any]) -> list[Any]:
-            nonlocal number
+            nonlocal num_outputs
             _, traced = self._run(fixed, samples, knows_others=False)
             arrays = [*traced.outputs, *traced.attached.values()]
-            number = len(arrays)
+            num_outputs = len(arrays)
             return [*arrays, *map(ops.sum, traced.losses)]
 
         def without_losses(fixed: list[Any], samples: list[Any]) -> list[Any]:
-            return outputs(fixed, samples)[:number]
+            return outputs(fixed, samples)[:num_outputs]
 
         normalizing = [layer for layer in layers_in(self._layer) if is_known(layer)]
-        before = self._python
+        python_state = self._python
         try:
             with _averaging.of(normalizing), _uses_averages.set(True):
-                self._python = PythonState(self._layer)  # with what stands in front of methods
+                self._python = PythonState(self._layer)  # after patching methods
                 trained = [bool(variable.trainable) for variable in self._variables]
                 trained += [True for _ in self._shared]
-                given = self._layer, self._fixed, self.samples
-                run = self._backend.run_isolated(IsolatedCall(outputs, *given))
+                arguments = self._layer, self._fixed, self.samples
+                run = self._backend.run_isolated(IsolatedCall(outputs, *arguments))
                 gradients = None
                 if has_own_gradients(self._layer, self._backend):
-                    of_outputs = IsolatedCall(without_losses, *given)
+                    of_outputs = IsolatedCall(without_losses, *arguments)
                     gradients = self._backend.run_isolated(of_outputs, derives=True)
                 dtypes = {part.compute_dtype for part in layers_in(self._layer)}
                 is_half = not dtypes.isdisjoint(HALF)
                 is_own = has_own_operations(self._layer, self._backend)
-                known = [self._known(array) if is_own else None for array in self.samples]
-                found, adds_up = kinds_of_call(
-                    run, gradients, self._fixed, self.samples, known, trained, is_half
+                trial_data = [self._samples_of(array) if is_own else None for array in self.samples]
+                kinds, adds_up = kinds_of_call(
+                    run, gradients, self._fixed, self.samples, trial_data, trained, is_half
                 )
         except NotByRowsError as error:
             return str(error), [], self._written
-        except Exception as error:  # whatever code of the user's raises on other arrays
+        except Exception as error:  # custom code may raise anything on trial data
             if isinstance(error, Warning) or self._backend.out_of_memory(error) is not None:
                 raise
             return f"it cannot be run by itself ({text_of(error)})", [], self._written
         finally:
-            self._python = before
-            before.put_back()
-        others = found[:number]
-        why = None if adds_up else _NOT_ROWS_BACK
-        why = why if all(kind == "rows" for kind in others) else _NOT_ROWS
-        return why, found[number:], self._written
+            self._python = python_state
+            python_state.put_back()
+        output_kinds = kinds[:num_outputs]
+        reason = None if adds_up else _NOT_ROWS_BACK
+        reason = reason if all(kind == "rows" for kind in output_kinds) else _NOT_ROWS
+        return reason, kinds[num_outputs:], self._written
 
     def written(self) -> list[str]:
-        """Return the paths of variables that it writes to, without seeds and BatchNormalization."""
+        """Return the paths of variables that it writes to, except seeds and BatchNormalization."""
         parts = layers_in(self._layer)
         normal = [part for part in parts if isinstance(part, keras.layers.BatchNormalization)]
-        known = ids_of_seeds(self._layer)
-        known |= {id(variable) for part in normal for variable in part.variables}
-        found = [self._variables[place] for place in self._written]
-        return sorted({variable.path for variable in found if id(variable) not in known})
+        excluded = ids_of_seeds(self._layer)
+        excluded |= {id(variable) for part in normal for variable in part.variables}
+        written = [self._variables[place] for place in self._written]
+        return sorted({variable.path for variable in written if id(variable) not in excluded})
 
     def by_microbatches(self, most: int | None) -> Any:
         """Run the call by microbatches, and return its outputs.
 
         Args:
-            most: as `splitting_calls` takes it.
+            most: see `splitting_calls`.
         """
         written = list(self._written)
 
@@ -296,10 +296,10 @@ class LayerCall:
             ]
             return [state[place] for place in written], traced._replace(losses=losses)
 
-        begun = [self._state[place] for place in written]
-        given = self._layer, run, begun, self._fixed, self.samples, self._size, most
+        initial = [self._state[place] for place in written]
+        arguments = self._layer, run, initial, self._fixed, self.samples, self._size, most
         try:
-            carried, traced = self._backend.by_microbatches(Split(*given))
+            carried, traced = self._backend.by_microbatches(Split(*arguments))
         except BaseException:
             self._python.put_back()
             raise
@@ -315,22 +315,22 @@ class LayerCall:
                 call.move(moments)
         outputs = list(traced.outputs)
         for key, tensor in traced.attached.items():
-            number, name = key.split()
-            output = outputs[int(number)]
-            outputs[int(number)] = self._backend.with_attached(output, name, tensor)
+            index, name = key.split()
+            output = outputs[int(index)]
+            outputs[int(index)] = self._backend.with_attached(output, name, tensor)
         leaves: list[Any] = []
         keras.tree.map_structure(leaves.append, self._outputs)
         for place, output in zip(self._tensors, outputs):
             leaves[place] = output
-        rest = iter(leaves)
-        return keras.tree.map_structure(lambda _: next(rest), self._outputs)
+        remaining = iter(leaves)
+        return keras.tree.map_structure(lambda _: next(remaining), self._outputs)
 
 
 def _tensor_of(leaf: Any) -> Any:
-    """Return the tensor that a variable or an array of numbers is, or another leaf as it is."""
+    """Return the tensor of a variable or numeric array, and any other leaf unchanged."""
     if isinstance(leaf, keras.Variable):
         return value_in(stateless_scope(), leaf)
-    # Keras leaves them as they are where a functional model is called by itself.
+    # Keras does not convert arrays passed to a functional model directly.
     is_numbers = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf"
     return ops.convert_to_tensor(leaf) if is_numbers else leaf
 

@@ -1,4 +1,4 @@
-"""What the losses of a recorded step average over, and the resulting weight of a microbatch."""
+"""Losses of a recorded step: what they average over, and the resulting weight of a microbatch."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
 
 
 class NeedsTrialError(Exception):
-    """A loss of the user's own must be tried first. Nothing has run."""
+    """Raised before anything runs: a custom loss must be tried first."""
 
 
 class Kinds(NamedTuple):
-    """What losses of the user's own are over samples: "mean" or "sum".
+    """Reductions of custom losses over samples: "mean" or "sum".
 
     Attributes:
-        compiled: names of compiled losses, and their kind.
-        added: of the losses that layers add, in their order.
+        compiled: names of compiled losses, and their kinds.
+        added: kinds of the losses that layers add, in order.
     """
 
     compiled: tuple[tuple[str, str], ...] = ()
@@ -41,21 +41,21 @@ class Kinds(NamedTuple):
 
     @property
     def has_sum(self) -> bool:
-        """Whether one is a sum, which none is taken for."""
+        """Whether a custom loss is a sum. Untried losses count as means."""
         return "sum" in (*self.added, *(kind for _, kind in self.compiled))
 
 
 class Position(NamedTuple):
-    """Where in its window a microbatch stands.
+    """Position of a microbatch in its window.
 
     Attributes:
-        steps: scalar, batches that fill the window.
-        num_microbatches: scalar, microbatches that do.
-        parts: scalar, as `Numbers` has it.
+        steps: scalar, batches per window.
+        num_microbatches: scalar, microbatches per window.
+        parts: scalar, see `Numbers`.
         is_first: bool scalar, whether no microbatch of the window has counted yet.
-        unit: scalar, what weights are counted in so far, or zero.
+        unit: scalar, current unit of the weights, or zero.
         whole: the batch, if it is split.
-        sums: what the backward pass adds gradients to, or None.
+        sums: sums that the backward pass adds gradients to, or None.
     """
 
     steps: Any
@@ -67,10 +67,10 @@ class Position(NamedTuple):
     sums: GradientSums | None = None
 
     def in_unit(self, weight: Any) -> tuple[Any, Any]:
-        """Return the unit of the window with a microbatch, and its weight in that.
+        """Return the new unit of the window, and the microbatch's weight in it.
 
         Args:
-            weight: of the microbatch, a scalar.
+            weight: weight of the microbatch, a scalar.
         """
         least = abs(weight * self.parts)
         unit = _numbers.where(least > self.unit, least, self.unit)
@@ -78,21 +78,21 @@ class Position(NamedTuple):
 
 
 class StepLosses:
-    """The losses of one recorded step, as they become known while it runs.
+    """The losses of one recorded step, collected while it runs.
 
     Args:
-        model: the model that is recorded.
-        backend: what it runs on.
+        model: the recorded model.
+        backend: the backend of the model.
         data: the microbatch, as `train_step` gets it.
-        position: where it stands in its window.
-        kinds: what losses of the user's own are, as far as is known, or None: they need a trial.
+        position: its position in the window.
+        kinds: known kinds of custom losses, or None if they need a trial.
 
     Attributes:
-        compiled: the terms of the compiled loss.
-        lost: bool scalars, each whether a term was made zero because it was divided by zero.
-        values: of compiled losses of the user's own that are numbers, by name.
-        added: losses that layers have added, and weight regularizers after them.
-        has_own: whether the loss, or one of them, is the user's own.
+        compiled: terms of the compiled loss.
+        lost: bool scalars, whether a term was made zero because it was divided by zero.
+        values: values of custom compiled losses that return a single number, by name.
+        added: losses that layers added, followed by weight regularizers.
+        has_own: whether `compute_loss` or one of the losses is custom.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class StepLosses:
         self._data = data
         self._position = position
         self.compiled: list[Term] = []
-        self._additional: list[Any] = []  # losses of layers, and of weight regularizers
-        self._known_terms: tuple[tuple[int, int], LossTerms] | None = None
+        self._additional: list[Any] = []  # of layers, then of weight regularizers
+        self._cached_terms: tuple[tuple[int, int], LossTerms] | None = None
         self.lost: list[Any] = []
         self.values: dict[str, Any] = {}
         self.added: list[Any] = []
@@ -112,53 +112,53 @@ class StepLosses:
         self._is_ruled = model._has_rule()
 
     def entries(self) -> tuple[Any, ...]:
-        """Return the loss values of each term that averages over all, where there are several."""
-        found = [term.weight for term in self.compiled if term.kind == "rows"]
-        return tuple(map(_numbers.float64, found)) if len(found) > 1 else ()
+        """Return the number of loss values of each unmasked mean, if there are several."""
+        counts = [term.weight for term in self.compiled if term.kind == "rows"]
+        return tuple(map(_numbers.float64, counts)) if len(counts) > 1 else ()
 
     def release(self) -> None:
-        """Drop all tensors."""
-        self.compiled, self._additional, self._known_terms = [], [], None
+        """Release all tensors."""
+        self.compiled, self._additional, self._cached_terms = [], [], None
         self.added, self.lost, self.values, self._data = [], [], {}, None
 
     def note_term(self, term: Term) -> None:
-        """Note a term of the compiled loss."""
+        """Record a term of the compiled loss."""
         if term.is_product and not self._is_ruled:
             self._model._warn_once(messages.product_message(term.name, self._model.name))
         self.compiled.append(term)
         self.lost += term.lost
 
     def note_additional(self, total: Any) -> None:
-        """Note the number that Keras has made of a loss that a layer or a regularizer added."""
+        """Record a loss that a layer or a regularizer added, after Keras reduced it to a scalar."""
         self._additional.append(total)
         self.added.append(ops.stop_gradient(total))
 
     def terms(self) -> LossTerms:
-        """Return the weight that serves the terms of the loss so far."""
-        so_far = (len(self.compiled), len(self._additional))
-        if self._known_terms is None or self._known_terms[0] != so_far:
-            self._known_terms = (so_far, self._combine())
-        return self._known_terms[1]
+        """Return the terms of the loss so far, with the weight that serves them."""
+        lengths = (len(self.compiled), len(self._additional))
+        if self._cached_terms is None or self._cached_terms[0] != lengths:
+            self._cached_terms = (lengths, self._combine())
+        return self._cached_terms[1]
 
     @property
     def is_told(self) -> bool:
-        """Whether there is a warning of terms that have no one weight."""
+        """Whether a warning was given that no single weight serves all terms."""
         return bool(self.terms().mismatch) or any(term.is_product for term in self.compiled)
 
     def _combine(self) -> LossTerms:
-        # Keras adds the losses of layers first, and those of weight regularizers after them.
+        # Keras adds the losses of layers first, then those of weight regularizers.
         regularizers = [v for v in self._model.trainable_weights if getattr(v, "regularizer", None)]
-        first = max(0, len(self._additional) - len(regularizers))
-        regularization = self._additional[first:]
+        num_of_layers = max(0, len(self._additional) - len(regularizers))
+        regularization = self._additional[num_of_layers:]
         additional = [
             (value, self._is_sum_of_samples(index))
-            for index, value in enumerate(self._additional[:first])
+            for index, value in enumerate(self._additional[:num_of_layers])
         ]
         weight = self._backend.microbatch_weight(self._data)
         if weight is not None:
             return rule(weight, regularization)
         position, rows = self._position, self.num_rows()
-        # What the terms weigh in the full batch is of no use where a part of it may be left out.
+        # Weights of the full batch do not apply if a part of it may be skipped.
         whole = None if self._model.skip_nonfinite else position.whole
         steps = position.num_microbatches if whole is None else position.steps
         terms = combine(self.compiled, additional, regularization, rows, steps, whole)
@@ -169,7 +169,7 @@ class StepLosses:
         return terms._replace(weight=_numbers.not_zero(terms.weight, rows))
 
     def _is_sum_of_samples(self, index: int) -> bool:
-        """Return whether a loss that a layer added is a sum over samples, and no mean."""
+        """Return whether a loss that a layer added is a sum over samples, not a mean."""
         if self._is_ruled:
             return False
         if self._kinds is None:
@@ -177,19 +177,19 @@ class StepLosses:
         return self._kinds.added[index : index + 1] == ("sum",)
 
     def kind_of(self, name: str, loss: Any, y_true: Any, y_pred: Any, number: Any) -> str:
-        """Return whether a compiled loss has values by "rows", or is a "mean" or "sum".
+        """Return the kind of a compiled loss: "rows" (values per sample), "mean" or "sum".
 
         Args:
-            name: of the loss.
-            y_true, y_pred: what it got.
-            number: what its `call` gave, or None if it is no number.
+            name: name of the loss.
+            y_true, y_pred: its arguments.
+            number: the result of its `call`, or None if that is not a scalar.
 
         Raises:
-            NeedsTrialError: that is not known.
+            NeedsTrialError: if the kind is not known.
         """
         assumed = "rows" if number is None else "mean"
         is_loss = isinstance(loss, keras.losses.Loss)
-        if self._is_ruled or (is_loss and is_by_sample(loss) and _fit(loss, y_true, y_pred)):
+        if self._is_ruled or (is_loss and is_by_sample(loss) and _shapes_fit(loss, y_true, y_pred)):
             return assumed
         if self._kinds is None:
             raise NeedsTrialError
@@ -200,14 +200,14 @@ class StepLosses:
         return dict(self._kinds.compiled).get(name, assumed)
 
     def num_rows(self) -> Any:
-        """Return the samples of the microbatch."""
+        """Return the number of samples of the microbatch."""
         return num_rows(unpack(self._data)[0])
 
 
-def _fit(loss: Any, y_true: Any, y_pred: Any) -> bool:
-    """Return whether targets do not broadcast against outputs along the samples."""
+def _shapes_fit(loss: Any, y_true: Any, y_pred: Any) -> bool:
+    """Return whether targets and outputs do not broadcast along the samples."""
     names = type(loss).__name__, getattr(getattr(loss, "fn", None), "__name__", "")
-    takes_classes = any("sparse" in name.lower() for name in names)  # targets without their axis
+    takes_classes = any("sparse" in name.lower() for name in names)  # targets lack the class axis
     pairs = zip(keras.tree.flatten(y_true), keras.tree.flatten(y_pred))
     shapes = [sorted((tuple(a.shape), tuple(b.shape)), key=len) for a, b in pairs]
     return all(
@@ -217,31 +217,31 @@ def _fit(loss: Any, y_true: Any, y_pred: Any) -> bool:
 
 
 def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
-    """Return a stand-in for one loss: it computes the loss and notes its term in `compiled`.
+    """Return a stand-in for a loss that computes it and records its term in `compiled`.
 
     Args:
-        entry: of the compiled loss, a named tuple.
-        compiled: the copy that notes terms.
-        losses: of the step that runs.
+        entry: named tuple of the compiled loss.
+        compiled: the copy of the compiled loss that records terms.
+        losses: losses of the running step.
     """
     loss, name = entry.loss, entry.name
     reduction = getattr(loss, "reduction", None)
 
     def observe(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         seen: list[Any] = []
-        value = _seeing(loss, seen)(y_true, y_pred, sample_weight)
+        value = _observed_twin(loss, seen)(y_true, y_pred, sample_weight)
         values = seen[-1] if seen else None
         is_number = values is not None and len(values.shape) == 0
-        found = losses.kind_of(name, loss, y_true, y_pred, values if is_number else None)
+        loss_kind = losses.kind_of(name, loss, y_true, y_pred, values if is_number else None)
         is_product = is_number and sample_weight is not None
         rows = num_rows(y_pred)
         weight: Any = rows
         kind: Hashable = "rows"
         lost: tuple[Any, ...] = ()
-        if is_number and not is_product:  # as it is, whatever the reduction
-            if found == "sum":
+        if is_number and not is_product:  # no reduction changes a scalar
+            if loss_kind == "sum":
                 weight, kind = None, "sum"
-            else:  # which Keras does not divide among replicas
+            else:  # Keras does not scale it for replicas
                 value = scaled_for_replicas(value)
         elif reduction not in _MEANS:
             weight, kind = None, reduction or "none"
@@ -250,7 +250,7 @@ def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
             weight, kind, lost = _denominator(reduction, values, sample_weight, masks, rows)
         is_product = is_product and reduction != "mean_with_sample_weight"
         total = ops.sum(value)
-        value = value if kind == "none" else total  # Keras leaves those of no rows as they are
+        value = value if kind == "none" else total  # Keras does not sum losses without reduction
         in_total = total if entry.loss_weights is None else total * entry.loss_weights
         compiled._terms.append(Term(name, weight, kind, in_total, is_product, lost))
         return value
@@ -258,11 +258,11 @@ def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
     return observe
 
 
-def _seeing(loss: Any, seen: list[Any]) -> Any:
-    """Return a twin of a loss that tells what it computes.
+def _observed_twin(loss: Any, seen: list[Any]) -> Any:
+    """Return a twin of a loss that records the values that it computes.
 
     Args:
-        seen: gets its values before they are reduced.
+        seen: list that receives the values before reduction.
     """
     if not isinstance(loss, keras.losses.Loss):
         return loss
@@ -270,30 +270,30 @@ def _seeing(loss: Any, seen: list[Any]) -> Any:
     class Observed(type(loss)):  # type: ignore[misc]
         def call(self, y_true: Any, y_pred: Any) -> Any:
             values = super().call(y_true, y_pred)
-            # A number, perhaps. Ragged tensors would be refused.
+            # Perhaps a Python number. Converting a ragged tensor would fail.
             is_tensor = ops.is_tensor(values)
             seen.append(values if is_tensor else ops.convert_to_tensor(values))
             return seen[-1]
 
     twin = object.__new__(Observed)
-    object.__setattr__(twin, "__dict__", loss.__dict__)  # one state, whatever `call` does to it
+    object.__setattr__(twin, "__dict__", loss.__dict__)  # shares the state that `call` may change
     return twin
 
 
 def _denominator(
     reduction: str, values: Any, sample_weight: Any, masks: list[Any], rows: Any
 ) -> tuple[Any, Hashable, tuple[Any, ...]]:
-    """Return the denominator of a mean over `values`, as `keras.losses.Loss` has it.
+    """Return the denominator of a mean over `values`, as `keras.losses.Loss` computes it.
 
     Args:
         reduction: "mean", "sum_over_batch_size" or "mean_with_sample_weight".
-        values: loss values of shape (rows, ...), or a scalar where the loss reduced by itself.
-        sample_weight: None, or a tensor of shape (rows,), (rows, 1) or (rows, positions).
-        masks: bool tensors of shape (rows, positions), to be combined with a logical and.
-        rows: rows of the microbatch.
+        values: loss values of shape (samples, ...), or a scalar if the loss reduced them itself.
+        sample_weight: None, or a tensor of shape (samples,), (samples, 1) or (samples, positions).
+        masks: bool tensors of shape (samples, positions), combined by a logical and.
+        rows: number of samples of the microbatch.
 
     Returns:
-        The number, its kind as `Term` has it, and bool scalars, as its `lost`.
+        The number, and `kind` and `lost` as in `Term`.
     """
     if len(values.shape) == 0:
         return rows, "rows", ()
@@ -320,6 +320,6 @@ def _denominator(
         if weight is not None:
             weight, weights = same_rank(weight, weights)
         weight = weights if weight is None else weight * weights
-        divisor = ops.sum(ops.cast(weight, values.dtype))  # as Keras adds up
+        divisor = ops.sum(ops.cast(weight, values.dtype))  # in the dtype in which Keras sums
         lost = (ops.logical_and(divisor == 0, ops.any(weight != 0)),)
     return ops.sum(weight), kind, lost

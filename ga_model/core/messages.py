@@ -1,7 +1,7 @@
 """Errors and warnings of the core, and those that it shares with backends.
 
-Every message states what was expected, what was received, and the fix. Those of a single module are
-at its end.
+Every message states what was expected, what was received, and the fix. Messages of a single module
+are at its end.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def unlike_rows_message(model: str, shapes: list[tuple[int, ...]]) -> str:
 def text_of(error: Exception) -> str:
     """Return the type and text of an error, without what Keras and TensorFlow add to its cause."""
     in_bold = re.search(r"\x1b\[1m(.*?)\x1b\[0m", str(error), re.DOTALL)
-    cause = in_bold or re.search(r"([^\n]+)\n\t \[\[", str(error))  # of the node of a graph
+    cause = in_bold or re.search(r"([^\n]+)\n\t \[\[", str(error))  # from a graph node
     text = re.sub(r"^\{\{.*?\}\} ", "", cause[1] if cause else str(error))
     return f"{type(error).__name__}: {text}".rstrip(".")
 

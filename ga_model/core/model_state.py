@@ -1,4 +1,4 @@
-"""The state of one compiled model, on any backend."""
+"""The accumulation state of one compiled model, on any backend."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from ga_model.core.updates import Counters
 
 
 class ModelState:
-    """What the package keeps for a model on every backend. `compile` begins a new one.
+    """The state that the package keeps for a model. `compile` creates a new one.
 
-    It is the model's only attribute that is the package's. Keras and its backend do not look into
-    it for layers and variables, and no file has it.
+    It is the package's only attribute of the model. Keras and its backend do not look for layers
+    and variables in it, and no file stores it.
 
     Args:
         model: the `AccumulatingModel`.
         settings: its settings.
-        backend: what it runs on.
+        backend: the backend of the model.
 
     Attributes:
-        settings: as they are asked for. See `size` for the one that may have to be found.
-        automatic_size: what `microbatch_size="auto"` has found.
-        noise: what `GradientNoiseScale` measures.
-        window: the open window, or the next one; None before the first batch of one.
-        counters: what was counted so far, or None before the first update.
-        is_scheduled: whether a callback of the present `fit` sets `accumulation_steps`.
-        is_verbose: whether the present `fit` shows its progress.
-        warnings: those that were given.
-        held_back: warnings for later, in their order, or None.
+        settings: the requested settings. See `size` for the effective microbatch size.
+        automatic_size: the size found by `microbatch_size="auto"`.
+        noise: the estimates of `GradientNoiseScale`.
+        window: the open or next window, or None before the first batch.
+        counters: counters since `compile`, or None before the first update.
+        is_scheduled: whether a callback of the current `fit` sets `accumulation_steps`.
+        is_verbose: whether the current `fit` shows its progress.
+        warnings: texts of warnings given so far.
+        held_back: warnings collected by `holding_back`, or None.
     """
 
     def __init__(self, model: Any, settings: Settings, backend: Backend) -> None:
@@ -48,52 +48,52 @@ class ModelState:
         self.counters: Counters | None = None
         self.is_scheduled = self.is_verbose = False
         self._has_ended_epoch = False
-        self._most_rows = 0  # of the largest batch so far, of those that may be split
+        self._most_rows = 0  # of the largest batch so far that may be split
         self.warnings: set[str] = set()
         self.held_back: list[str] | None = None
 
-    # What is set.
+    # Settings.
 
-    def change(self, **given: Any) -> None:
-        """Give settings new values, after checking these. None switches a setting off."""
-        given = passed(**given)
-        Settings(**given).check_with(optimizers_in(vars(self._model)))
-        self.settings = dataclasses.replace(self.settings, **given)
-        if "accumulation_steps" in given and self.window is not None:
+    def change(self, **settings: Any) -> None:
+        """Change settings, after validating them. None switches a setting off."""
+        settings = passed(**settings)
+        Settings(**settings).check_with(optimizers_in(vars(self._model)))
+        self.settings = dataclasses.replace(self.settings, **settings)
+        if "accumulation_steps" in settings and self.window is not None:
             self.window.set_steps(self.settings.accumulation_steps)
-        if "microbatch_size" in given:
+        if "microbatch_size" in settings:
             self.automatic_size.restart()
 
     @property
     def is_automatic(self) -> bool:
-        """Whether the size is asked for as "auto"."""
+        """Whether `microbatch_size` is "auto"."""
         return bool(self.settings.microbatch_size == "auto")
 
     @property
     def size(self) -> Any:
-        """Samples per microbatch, or None: for the full batch, and for a size still to be found."""
+        """Samples per microbatch; None for the full batch, and before "auto" has found a size."""
         return self.automatic_size.size if self.is_automatic else self.settings.microbatch_size
 
-    # What follows for the next batch.
+    # How the next batch is trained.
 
     @property
     def measured_noise(self) -> GradientNoise | None:
-        """What measures the noise of gradients in the present `fit`, or None."""
+        """The gradient noise if a callback of the current `fit` measures it, or None."""
         return None if self.noise.asked_by is None else self.noise
 
     def accumulates(self) -> bool:
-        """Return whether it is a part of a window of several."""
+        """Return whether the next batch may share its window with others."""
         if self.backend.num_processes > 1:
             return True
         return self.settings.accumulation_steps > 1 or self.has_open_window()
 
     def is_plain(self) -> bool:
-        """Return whether it is trained as plain Keras does."""
+        """Return whether the next batch trains as in plain Keras."""
         is_whole = self.settings.microbatch_size is None
         return is_whole and not self.accumulates() and not self.settings.skip_nonfinite
 
     def check_step(self) -> None:
-        """Raise TypeError if a `train_step` of the instance would hide that of the class."""
+        """Raise TypeError if a `train_step` assigned to the instance hides that of the class."""
         if "train_step" in vars(self._model) and not self.is_plain():
             raise TypeError(_instance_step_message(self._model.name))
 
@@ -104,7 +104,7 @@ class ModelState:
         return self.window is not None and self.window.is_open()
 
     def discard_window(self) -> None:
-        """Forget a partial window."""
+        """Discard a partial window."""
         if self.window is not None:
             self.window.discard()
 
@@ -112,7 +112,7 @@ class ModelState:
 
     @contextlib.contextmanager
     def holding_back(self) -> Iterator[list[str]]:
-        """Give no warnings in a block, but collect them in the list that it gets."""
+        """Delay warnings: collect them in the yielded list instead of giving them."""
         before, self.held_back = self.held_back, []
         try:
             yield self.held_back
@@ -120,7 +120,7 @@ class ModelState:
             self.held_back = before
 
     def warn_once(self, message: str) -> None:
-        """Warn, unless the present `compile` has seen the same warning."""
+        """Warn, unless the same warning was given since `compile`."""
         if self.held_back is not None:
             self.held_back.append(message)
         elif message not in self.warnings:
@@ -128,7 +128,7 @@ class ModelState:
             _validate.warn(message)
 
     def warn_of_no_effect(self) -> None:
-        """Warn at the end of the first epoch of settings that have no effect."""
+        """Warn about settings without effect, at the end of the first epoch."""
         has_ended, self._has_ended_epoch = self._has_ended_epoch, True
         if has_ended or self.is_scheduled:
             return
@@ -141,18 +141,18 @@ class ModelState:
             model._warn_once(_one_update_message(model.name, steps, number))
 
     def warn_of_accumulating_optimizers(self) -> None:
-        """Warn of optimizers that accumulate gradients of batches that are split."""
+        """Warn about optimizers that accumulate gradients themselves, if batches are split."""
         if self.settings.microbatch_size is not None:
             for name, steps in _validate.accumulating_optimizers(optimizers_in(vars(self._model))):
                 self._model._warn_once(_accumulates_itself_message(name, steps))
 
     def warn_of_saving(self) -> None:
-        """Warn of a file that is written while a window is open."""
+        """Warn if a file is written while a window is open."""
         if self.has_open_window():
             self._model._warn_once(_saved_in_window_message(self._model.name))
 
     def warn_of_what_was_done(self) -> None:
-        """Warn of what has been done so far and could not tell itself, as in a graph."""
+        """Warn about past batches by their counters, because code in a graph cannot warn."""
         model = self._model
         if model.num_skipped_microbatches:
             is_regularized = any(getattr(w, "regularizer", None) for w in model.trainable_weights)
@@ -165,7 +165,7 @@ class ModelState:
             model._warn_once(messages.unlike_entries_message(model.name))
 
     def end_fit(self) -> None:
-        """Forget what is for the present `fit` only."""
+        """Reset the state of the current `fit`."""
         self.is_scheduled = self.is_verbose = False
         self.noise.stop()
         self.backend.end_fit()

@@ -1,4 +1,4 @@
-"""A model's attributes and overridden methods, and whether its step is being recorded."""
+"""Inspect a model: its optimizers, overridden methods, and the recording of its step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import keras
 
 from ga_model.base._context import ThreadValue
 
-recording_of_thread = ThreadValue()  # the `Recording` that runs in this thread
+recording_of_thread = ThreadValue()  # the `Recording` of the step that this thread runs
 
 
 def unrecorded() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which nothing of models has a stand-in."""
+    """Return a context in which no patch of this package takes effect."""
     return recording_of_thread.set(None)
 
 
@@ -25,14 +25,14 @@ def current_recording(model: Any) -> Any:
 
 
 def optimizers_in(value: Any) -> list[Any]:
-    """Return the optimizers that a value is, or that a list or dict in it holds."""
+    """Return the optimizers in a value: itself, or in nested lists and dicts."""
     return instances_in(value, keras.optimizers.Optimizer)
 
 
 def instances_in(value: Any, classes: Any) -> list[Any]:
-    """Return the instances of `classes` that a value is, or that a list or dict in it holds.
+    """Return the instances of `classes` in a value: itself, or in nested lists and dicts.
 
-    Steps that run eagerly ask in every batch, of lists of all layers.
+    Must be fast: steps that run eagerly call it in every batch, on lists of all layers.
     """
     if (kind := _kind_of(value.__class__, classes)) is None:
         return []
@@ -44,21 +44,21 @@ def instances_in(value: Any, classes: Any) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _kind_of(of_value: type, classes: Any) -> str | None:
-    """Return what instances of a class are to `instances_in`."""
-    if issubclass(of_value, dict):
+def _kind_of(cls: type, classes: Any) -> str | None:
+    """Return how `instances_in` treats instances of a class."""
+    if issubclass(cls, dict):
         return "dict"
-    if issubclass(of_value, (list, tuple)):
+    if issubclass(cls, (list, tuple)):
         return "list"
-    return "instance" if issubclass(of_value, classes) else None
+    return "instance" if issubclass(cls, classes) else None
 
 
 def is_of_keras(model: Any, name: str) -> bool:
-    """Return whether a method is that of every model of Keras's, below this package's.
+    """Return whether a model's method, below this package's, is that of `keras.Model`.
 
     Args:
-        model: a model, or an optimizer of Keras's.
-        name: of the method.
+        model: a model, or an optimizer, whose method may be that of any Keras class.
+        name: name of the method.
     """
     if name in vars(model):  # assigned to the instance
         return False

@@ -1,4 +1,4 @@
-"""The mode, the numbers and the structure of a compiled microbatch."""
+"""What a microbatch is compiled for, the numbers passed to it, and the facts its trace reveals."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ga_model.core.statistics import Call
 
 
 class Numbers(NamedTuple):
-    """Numbers of a batch that its microbatches know.
+    """Numbers of a batch that are passed to its microbatches.
 
     Attributes:
-        steps: batches that fill the window.
-        num_microbatches: microbatches that do.
-        parts: a power of two near that, or that itself where gradients are scaled.
+        steps: batches per window.
+        num_microbatches: microbatches per window.
+        parts: a power of two near that number, or the number itself if gradients are scaled.
         rows: samples of the batch.
-        totals: what the terms of the loss weigh in the batch, or None: that is not needed.
+        totals: weights of the loss terms in the batch, or None if they are not needed.
     """
 
     steps: float
@@ -32,14 +32,13 @@ class Mode(NamedTuple):
     """The settings that a microbatch is compiled for.
 
     Attributes:
-        is_split: whether the microbatch is one of several of its batch, which is known whole.
+        is_split: whether it is one of several microbatches of a batch that no replicas share.
         is_alone: whether the batch makes an update of its own.
-        size: samples of microbatches that calls of layers go by, where the step sees the full
-            batch, or None.
-        skips: whether a microbatch with NaN or Inf in a gradient is skipped.
-        is_measured: whether the noise of gradients is.
-        verdict: what was found of a step, or None if it has no code of the user's own.
-        is_trial: whether it is only tried if there is memory for it.
+        size: samples per microbatch of layer calls, if the step runs on the full batch, or None.
+        skips: whether to skip a microbatch with NaN or Inf in a gradient.
+        is_measured: whether to measure gradient noise.
+        verdict: the verdict on the step, or None if it has no custom code.
+        is_trial: whether this only tries if a size fits in memory.
     """
 
     is_split: bool
@@ -52,7 +51,7 @@ class Mode(NamedTuple):
 
     @property
     def is_watched(self) -> bool:
-        """Whether a microbatch may show what was not tried: of steps that were found exact."""
+        """Whether to watch for news, because the step was tried and found exact."""
         return self.verdict is not None and self.verdict.is_watched and not self.is_trial
 
 
@@ -60,12 +59,12 @@ class Structure(NamedTuple):
     """Facts about a step that tracing a microbatch reveals.
 
     Attributes:
-        applied: the optimizers that the step applies, in their order.
-        updates: of metrics that wait for the full batch.
-        calls: of BatchNormalization layers.
-        own_logs: names of scalars that a step of the user's own logs.
-        logs_of_metrics: names of logs that are results of metrics, the metrics, and the keys of
-            these results, or None.
+        applied: the optimizers that the step applies, in order.
+        updates: the delayed updates of metrics.
+        calls: calls of BatchNormalization layers.
+        own_logs: names of the numbers that a custom step logs.
+        logs_of_metrics: names of logs that are results of metrics, with the metric, and the key of
+            the result or None.
     """
 
     applied: list[Applied]
@@ -76,4 +75,4 @@ class Structure(NamedTuple):
 
 
 class NeedsTotalsError(Exception):
-    """What the terms of the loss weigh in the full batch has to be known before."""
+    """Raised if the weights of the loss terms in the full batch must be computed first."""

@@ -1,29 +1,29 @@
-"""How noisy gradients are: estimates from the microbatches of windows, at no extra pass.
+"""How noisy gradients are, estimated from the microbatches of windows without an extra pass.
 
-A microbatch i of weight n_i (rows, of a loss that is a mean over rows) has the mean gradient g_i.
-With G the gradient over all data and Sigma the covariance of a single row's gradient,
+A microbatch i of weight n_i (its samples, for a mean over samples) has the mean gradient g_i. With
+G the gradient over all data and Sigma the covariance of a single sample's gradient,
 
     E[g_i] = G    and    Cov[g_i] = Sigma / n_i, so    E[|g_i|^2] = |G|^2 + tr(Sigma) / n_i
 
-A window of K microbatches has N = sum_i(n_i) and the gradient g = sum_i(n_i * g_i) / N, of which
-the same holds with N for n_i. So, whatever the n_i are,
+For a window of K microbatches, with N = sum_i(n_i) and the gradient g = sum_i(n_i * g_i) / N, the
+same holds with N for n_i. So, for any n_i,
 
     E[sum_i(n_i * |g_i|^2)] = N * |G|^2 + K * tr(Sigma)
     E[N * |g|^2]            = N * |G|^2 +     tr(Sigma)
 
-and these two are unbiased:
+and these two estimates are unbiased:
 
     S   = (sum_i(n_i * |g_i|^2) - N * |g|^2) / (K - 1)    of tr(Sigma)
     G_2 = |g|^2 - S / N                                   of |G|^2
 
 For equal n_i = n, with m the mean of the |g_i|^2, the first is N * (m - |g|^2) / (K - 1), which is
 (m - |g|^2) / (1 / n - 1 / N): the estimate of McCandlish et al., "An Empirical Model of Large-Batch
-Training" (arXiv 1812.06162), appendix A.1, and so is the second. Their noise scale is
-tr(Sigma) / |G|^2. A ratio of two noisy numbers is biased, so each is averaged over updates first.
+Training" (arXiv 1812.06162), appendix A.1, and so is the second. Their noise scale is tr(Sigma) /
+|G|^2. A ratio of two noisy numbers is biased, so each is averaged over updates first.
 
-As sums are kept in a unit u (see `window.Sums`), gradients arrive as w_i * g_i with w_i = n_i / u.
-What is summed is |w_i * g_i|^2 / w_i = w_i * |g_i|^2, which is in that unit as the weights are, and
-shrinks as they do where it grows. Where losses are scaled, gradients are divided by the scale
+Sums are kept in a unit u (see `window.Sums`), so gradients arrive as w_i * g_i with w_i = n_i / u.
+The sum is over |w_i * g_i|^2 / w_i = w_i * |g_i|^2, which has the same unit as the weights, and
+shrinks with them if the unit grows. Where losses are scaled, gradients are divided by the scale
 first: it can be so large that their squares would leave the range of float32.
 """
 
@@ -40,13 +40,13 @@ from ga_model.base._internals import overwrites
 
 
 class Averages(NamedTuple):
-    """Averages over windows, the later ones counting more.
+    """Averages over windows, with more weight on later ones.
 
     Attributes:
-        trace_of_covariance: that of S.
-        squared_gradient_norm: that of G_2.
-        batch_size: that of N, in rows or whatever the loss averages over.
-        num_windows: windows that were measured.
+        trace_of_covariance: average of S.
+        squared_gradient_norm: average of G_2.
+        batch_size: average of N, in samples or whatever the loss averages over.
+        num_windows: number of measured windows.
     """
 
     trace_of_covariance: float = nan
@@ -56,11 +56,11 @@ class Averages(NamedTuple):
 
 
 class Squares(NamedTuple):
-    """The contribution of one or several microbatches to the noise, scalars.
+    """The contribution of one or several microbatches to the noise: scalars.
 
     Attributes:
-        total: the sum of w_i * |g_i|^2, in the unit of the weights w_i.
-        number: microbatches that have a weight.
+        total: sum of w_i * |g_i|^2, in the unit of the weights w_i.
+        number: number of microbatches with a weight.
     """
 
     total: Any
@@ -70,23 +70,23 @@ class Squares(NamedTuple):
     def of(
         cls, gradients: Sequence[Any], variables: Sequence[Any], relative_weight: Any, scale: Any
     ) -> Squares:
-        """Return that of one microbatch.
+        """Return the contribution of one microbatch.
 
         Args:
-            gradients: of variables, times `relative_weight`, or None.
-            relative_weight: the weight in the unit.
-            scale: what the loss was scaled by.
+            gradients: gradients of the variables times `relative_weight`, or None.
+            relative_weight: weight of the microbatch in the unit.
+            scale: factor by which the loss was scaled.
         """
         squares = _numbers.share(squared_norm(gradients, variables, scale), relative_weight)
         return cls(squares, _numbers.like(squares, relative_weight != 0))
 
     def plus(self, other: Squares, shrink: Any) -> Squares:
-        """Return both, where the unit of the other one is so many times this one's."""
+        """Return the sum of both, where `shrink` converts this one to the unit of the other."""
         return Squares(self.total * shrink + other.total, self.number + other.number)
 
 
 def squared_norm(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> Any:
-    """Return the sum of the squares of all entries, of gradients whose loss was not scaled."""
+    """Return the sum of squares of all entries of the gradients of the unscaled loss."""
     pairs = [(g, v) for g, v in zip(gradients, variables) if not overwrites(v)]
     dense = [_dense(g, v) for g, v in pairs if g is not None]
     squares = (ops.sum(ops.square(g / _numbers.like(g, scale))) for g in dense)
@@ -101,44 +101,43 @@ def _dense(gradient: Any, variable: Any) -> Any:
 
 
 def averaged(before: Any, decay: Any, squares: Squares, weight: Any, norm: Any) -> Any:
-    """Return the sums of an optimizer after one more window.
+    """Return the decayed sums of an optimizer after one more window.
 
     Args:
-        before: of what was seen, times what each still counts, a vector; the entry before the last
-            is of ones, and the last is the number of windows.
-        decay: of the averages.
-        squares: of its microbatches: the sum of n_i * |g_i|^2, and K.
+        before: vector of the decayed sums of S, G_2, N and 1, and the number of windows.
+        decay: decay of the averages.
+        squares: sum of n_i * |g_i|^2, and K.
         weight: N, the sum of the weights.
-        norm: |g|^2, the square of the norm of its gradient.
+        norm: |g|^2, the squared norm of the window's gradient.
     """
     trace = (squares.total - weight * norm) / (squares.number - 1.0)
-    found = trace, norm - trace / weight, weight, ops.ones(())
-    values = ops.stack([_numbers.like(before, value) for value in found])
+    estimates = trace, norm - trace / weight, weight, ops.ones(())
+    values = ops.stack([_numbers.like(before, value) for value in estimates])
     decay = _numbers.like(before, decay)
     after = ops.append(decay * before[:4] + (1.0 - decay) * values, before[4] + 1)
-    # Not of windows of one microbatch, nor of an update that is skipped.
+    # Leave out windows of one microbatch, and skipped updates.
     is_measured = ops.logical_and(squares.number >= 2, weight != 0)
     is_measured = ops.logical_and(is_measured, ops.all(ops.isfinite(values)))
     return _numbers.where(is_measured, after, before)
 
 
 class GradientNoise:
-    """The estimates of a model, one for each optimizer, and who asked for them. No batch waits.
+    """The noise estimates of each optimizer of a model. Measuring never waits for the device.
 
     Attributes:
-        decay: of the averages.
+        decay: decay of the averages.
         asked_by: the callback that measures now, or None.
-        last_asked_by: the one that measured last, whose numbers these are.
+        last_asked_by: the callback that measured last, which owns these numbers.
     """
 
     def __init__(self) -> None:
         self.asked_by: Any = None
         self.last_asked_by: Any = None
         self.decay = 0.0
-        self._sums: dict[int, tuple[Any, Any]] = {}  # and optimizers, by the ids of these
+        self._sums: dict[int, tuple[Any, Any]] = {}  # with the optimizer, by its id
 
     def start(self, asked_by: Any, decay: float) -> None:
-        """Begin to measure, or go on where the same callback ended."""
+        """Start to measure, or continue if the same callback measured last."""
         if asked_by is not self.last_asked_by:
             self.decay, self._sums = decay, {}
         self.asked_by = self.last_asked_by = asked_by
@@ -147,7 +146,7 @@ class GradientNoise:
         self.asked_by = None
 
     def of(self, optimizer: Any) -> Any:
-        """Return the sums of an optimizer, as `averaged` has them."""
+        """Return the decayed sums of an optimizer, as in `averaged`."""
         _, sums = self._sums.get(id(optimizer)) or (optimizer, ops.zeros(5))
         return sums
 
@@ -155,7 +154,7 @@ class GradientNoise:
         self._sums[id(optimizer)] = optimizer, sums
 
     def averages(self) -> list[tuple[Any, Averages]]:
-        """Return the optimizers and their averages."""
+        """Return each optimizer with its averages."""
         return [(optimizer, _averages_of(sums)) for optimizer, sums in self._sums.values()]
 
 

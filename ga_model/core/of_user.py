@@ -1,4 +1,4 @@
-"""Tell the user's losses, metrics and other objects from Keras's."""
+"""Tell custom losses, metrics and other objects from those of Keras."""
 
 from __future__ import annotations
 
@@ -11,72 +11,72 @@ from ga_model.base._identity import unique
 from ga_model.base._internals import arguments_of_loss, is_along_samples, layers_in
 from ga_model.core.models import instances_in
 
-_COMPARING = {"dice", "tversky", "circle"}  # losses that give one number for all samples
+_COMPARING = {"dice", "tversky", "circle"}  # losses that return one number for all samples
 
 
 def _name_of(function: Any) -> str | None:
-    """Return the name of one of Keras's loss functions, or None: others may bear it, too."""
+    """Return the name of a loss function of Keras, or None for another one of the same name."""
     name = getattr(function, "__name__", "")
     return name if getattr(keras.losses, name, None) is function else None
 
 
 def is_by_sample(loss: Any) -> bool:
-    """Return whether a loss is one of Keras's that treat samples one by one."""
-    found, function = type(loss), getattr(loss, "fn", None)
-    name = found.__name__ if function is None else _name_of(function)
-    is_of_keras = found.__module__.startswith("keras.") and name is not None
+    """Return whether a loss is a Keras loss that treats each sample separately."""
+    loss_class, function = type(loss), getattr(loss, "fn", None)
+    name = loss_class.__name__ if function is None else _name_of(function)
+    is_of_keras = loss_class.__module__.startswith("keras.") and name is not None
     is_over_samples = arguments_of_loss(loss).get("axis", -1) not in (None, -1)
     return is_of_keras and name not in _COMPARING and not is_over_samples
 
 
 def parts_of(metric: Any) -> list[Any]:
-    """Return the metrics that one of a model's `metrics` consists of, those held by it last."""
+    """Return a metric of `model.metrics` and the metrics that it contains, in this order."""
     if type(metric).__name__ == "CompileMetrics":
         return [part for inner in metric.metrics for part in parts_of(inner)]
-    held = instances_in(vars(metric), keras.metrics.Metric)
-    return unique([metric, *(part for inner in held for part in parts_of(inner))])
+    inner_metrics = instances_in(vars(metric), keras.metrics.Metric)
+    return unique([metric, *(part for inner in inner_metrics for part in parts_of(inner))])
 
 
 def is_of_user(value: Any) -> bool:
-    """Return whether a value is a function, or is called like one, that is not Keras's."""
+    """Return whether a value is a callable that is not from Keras."""
     module = getattr(value, "__module__", None) or type(value).__module__
     return callable(value) and not module.startswith("keras.")
 
 
 def counts_samples(metric: Any) -> bool:
-    """Return whether a metric is one of Keras's own that counts what it gets of each sample."""
+    """Return whether a metric is a Keras metric that adds up values of single samples."""
     parts = [metric, *parts_of(metric)]
     if any(map(is_along_samples, parts)):
         return False
-    held = [value for part in parts for value in vars(part).values()]
-    # Losses reduce what they compute to one number.
-    is_of_others = any(
+    values = [value for part in parts for value in vars(part).values()]
+    # Losses reduce their values to one number.
+    has_other_code = any(
         is_of_user(value) or isinstance(value, keras.losses.Loss) or _name_of(value) in _COMPARING
-        for value in held
+        for value in values
     )
-    return all(type(part).__module__.startswith("keras.") for part in parts) and not is_of_others
+    return all(type(part).__module__.startswith("keras.") for part in parts) and not has_other_code
 
 
 def others_of_user(model: Any) -> list[Any]:
-    """Return the objects of the user's that a model keeps, and that are no layers of it.
+    """Return the custom objects of a model that are not layers.
 
-    They are its metrics and losses, and what attributes of it, of its layers and of one another
-    have of classes from the same packages.
+    These are its metrics and losses, and all objects of classes from the same packages that are
+    reachable by attributes of the model, its layers and one another.
     """
     losses = instances_in(getattr(model, "loss", None), keras.losses.Loss)
     compiled = [*losses, *(part for metric in model.metrics for part in parts_of(metric))]
-    layers, found = layers_in(model), [p for p in unique(compiled) if not is_of_library(p)]
-    known = {id(part) for part in (*layers, *found)}
-    packages = {_package(part) for part in (*layers, *found) if not is_of_library(part)}
-    waiting = [*layers, *found] if packages else []
-    while waiting:
-        for value in leaves_in(vars(waiting.pop()).values()):
-            is_new = id(value) not in known and not isinstance(value, type)
+    layers, objects = layers_in(model), [p for p in unique(compiled) if not is_of_library(p)]
+    seen = {id(part) for part in (*layers, *objects)}
+    packages = {_package(part) for part in (*layers, *objects) if not is_of_library(part)}
+    queue = [*layers, *objects] if packages else []
+    while queue:
+        for value in leaves_in(vars(queue.pop()).values()):
+            is_new = id(value) not in seen and not isinstance(value, type)
             if is_new and hasattr(value, "__dict__") and _package(value) in packages:
-                known.add(id(value))
-                found.append(value)
-                waiting.append(value)
-    return found
+                seen.add(id(value))
+                objects.append(value)
+                queue.append(value)
+    return objects
 
 
 def _package(part: Any) -> str:
@@ -84,5 +84,5 @@ def _package(part: Any) -> str:
 
 
 def is_of_library(module: Any) -> bool:
-    """Return whether the class of a module is not the user's."""
+    """Return whether the class of a module is from Keras, PyTorch or this package."""
     return f"{type(module).__module__}.".startswith(("keras.", "torch.", "ga_model."))

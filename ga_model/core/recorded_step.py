@@ -1,4 +1,4 @@
-"""The step of a model, recorded on one microbatch."""
+"""Record the step of a model on one microbatch, and weight its results."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from ga_model.core.window import Amount, Rows, Sums, values_of, with_values
 
 
 class RecordedStep:
-    """Runs the step of a model on a microbatch, recorded, and weighs what it gives.
+    """Runs the step of a model on a microbatch, records it, and weights its results.
 
     Attributes:
-        found: what is known of the microbatch that was run or traced last, or None.
+        found: facts about the microbatch that was run or traced last, or None.
         written: paths of variables that watched steps have written to.
-        writes_to: ids of all non-trainable variables that steps have.
+        writes_to: ids of all non-trainable variables that steps have written to.
     """
 
     def __init__(self, model: Any, backend: Backend) -> None:
@@ -47,7 +47,7 @@ class RecordedStep:
 
     @property
     def structure(self) -> Structure:
-        """What is known of the microbatch that was run or traced last."""
+        """Facts about the microbatch that was run or traced last."""
         assert self.found is not None
         return self.found
 
@@ -63,88 +63,88 @@ class RecordedStep:
         """Run the step on a microbatch, and return its sums.
 
         Args:
-            mode, data, numbers: as `Steps.microbatch` takes them.
-            unit: what weights are counted in so far, or zero.
-            num_counted: microbatches of the window that count so far.
+            mode, data, numbers: see `Steps.microbatch`.
+            unit: current unit of the window's weights, or zero.
+            num_counted: microbatches of the window that have counted so far.
             gradients: sums that the backward pass adds to, or None.
         """
         model = self._model
-        whole = None
+        full_batch = None
         if mode.is_split:
-            totals = functools.partial(_known, numbers.totals)
-            whole = FullBatch(numbers.rows, mode.is_alone, totals)
+            totals = functools.partial(_required, numbers.totals)
+            full_batch = FullBatch(numbers.rows, mode.is_alone, totals)
         position = Position(
             numbers.steps,
             numbers.num_microbatches,
             numbers.parts,
             num_counted == 0,
             unit,
-            whole,
+            full_batch,
             sums=gradients,
         )
         state = [*model.non_trainable_variables, *model.metrics_variables] if mode.skips else []
         before = [copy_of(variable) for variable in state]
-        found = self._weigh_one(mode, position, data)
+        sums = self._weigh_one(mode, position, data)
         if mode.is_measured:
-            if found.total is None:
+            if sums.total is None:
                 raise ValueError(messages.noise_of_sum_message(model.name))
             applied = self.structure.applied
             squares = (
-                Squares.of(gradients, part.variables, found.total, scale)
-                for part, (gradients, scale) in zip(applied, by_optimizer(applied, found.gradients))
+                Squares.of(gradients, part.variables, sums.total, scale)
+                for part, (gradients, scale) in zip(applied, by_optimizer(applied, sums.gradients))
             )
-            found = found._replace(squares=tuple(squares))
+            sums = sums._replace(squares=tuple(squares))
         if mode.skips:
-            is_finite, found = _skipped(found)
+            is_finite, sums = _skipped(sums)
             for variable, value in zip(state, before):
                 variable.assign(_numbers.where(is_finite, copy_of(variable), value))
-        return found
+        return sums
 
     def _weigh_one(self, mode: Mode, position: Position, data: Any) -> Sums:
-        """Run the step, and weigh the microbatch by what it was found to weigh."""
+        """Run the step, and weight the microbatch by the verdict."""
         verdict = mode.verdict or OF_KERAS
         written: list[Any] = []
 
         def run(data: Any) -> tuple[Any, ...]:
             nonlocal written
             recording, recorder, logs, written = self._run(mode, position, data)
-            own, of_metrics = ({}, ()) if verdict.is_folded else recording.split_logs(logs)
+            own_logs, metric_logs = ({}, ()) if verdict.is_folded else recording.split_logs(logs)
             updates, losses = recording.updates(), recording.losses
             self.found = Structure(
                 recording.applied,
                 [update for update, _ in updates],
                 recorder.calls,
-                tuple(own),
-                of_metrics,
+                tuple(own_logs),
+                metric_logs,
             )
             counts = [_numbers.float64(count) for _, count in updates]
             numbers = list(zip(recording.numbers(), counts, recording.means()))
-            is_said = verdict.is_folded or recording.says_weight
-            said = losses.terms().weight if is_said else None
-            said = None if said is None else _numbers.float64(said)
+            is_weighed = verdict.is_folded or recording.says_weight
+            of_loss = losses.terms().weight if is_weighed else None
+            of_loss = None if of_loss is None else _numbers.float64(of_loss)
             weight = recording.relative_weight, recording.unit
-            found = recording.gradients, recorder.moments, numbers, own
+            result = recording.gradients, recorder.moments, numbers, own_logs
             has_lost = functools.reduce(operator.or_, losses.lost, _numbers.int32(0) > 0)
             entries = losses.entries() if verdict.is_folded else ()
             recording.release()
-            return (*found, said, weight, has_lost, entries)
+            return (*result, of_loss, weight, has_lost, entries)
 
         scalars: dict[str, Any] = {}
         is_noted = verdict.needed_scalars or (verdict.watched and self._backend.traces)
         if not is_noted:
-            found = run(data)
+            result = run(data)
         else:
-            found, noted = self._backend.noting(run, (data,))
+            result, noted = self._backend.noting(run, (data,))
             scalars = noted.scalars
-        gradients, moments, numbers, own, said, (relative, unit), has_lost, entries = found
-        seen = Seen(num_rows(unpack(data)[0]), scalars, said)
+        gradients, moments, numbers, own_logs, of_loss, (relative, unit), has_lost, entries = result
+        seen = Seen(num_rows(unpack(data)[0]), scalars, of_loss)
         num_news = _numbers.int32(0)
         if mode.is_watched:
             self.written |= {variable.path for variable in written}
             num_news = num_news + _numbers.where(verdict.news_in(seen, written), 1, 0)
         if not verdict.is_known_in(seen, mode.size is not None):
             self._model._warn_once(messages.unlike_shape_message(self._model.name))
-            # Of a loss with its weight in it, that stands.
+            # A loss that was multiplied by its weight keeps it.
             is_folded = verdict.is_folded
             verdict = OF_KERAS if is_folded else Verdict(Weighing("samples"))
         amounts = [
@@ -154,7 +154,7 @@ class RecordedStep:
             for place, (value, count, mean) in enumerate(numbers)
         ]
         amounts += [
-            _weighed(own[name], verdict.of_log(name), seen, position)
+            _weighed(own_logs[name], verdict.of_log(name), seen, position)
             for name in self.structure.own_logs
         ]
         gradients = [with_values(g, _numbers.widened) for g in gradients]
@@ -167,12 +167,12 @@ class RecordedStep:
                 with_values(g, lambda values: values * _numbers.like(values, relative))
                 for g in gradients
             ]
-            once = _numbers.share(_numbers.float64(weighing.epsilon), unit)
-            # Each has a first microbatch.
+            shared_epsilon = _numbers.share(_numbers.float64(weighing.epsilon), unit)
+            # Each process and replica has a first microbatch.
             share = 1.0 / (self._backend.num_processes * self._backend.num_replicas)
-            total = relative - once * _numbers.where(position.is_first, 1.0 - share, 1.0)
+            total = relative - shared_epsilon * _numbers.where(position.is_first, 1.0 - share, 1.0)
         counted = _numbers.int32(1), _numbers.int32(0)
-        gradients = [_ended(g, total, unit) for g in gradients]
+        gradients = [_with_unit(g, total, unit) for g in gradients]
         return Sums(
             gradients, total, unit, *counted, has_lost, num_news, moments, amounts, entries=entries
         )
@@ -183,7 +183,7 @@ class RecordedStep:
         """Run a step, recorded.
 
         Returns:
-            What was recorded, the moments, the logs, and variables that it has written to.
+            The recording, the moments, the logs, and the variables that the step wrote to.
         """
         model, backend, verdict = self._model, self._backend, mode.verdict
         layers = model._batch_normalization_layers()
@@ -201,13 +201,13 @@ class RecordedStep:
             passing_moments(layers),
             splitting,
         ):
-            logs, of_step = backend.run_step(data)
+            logs, all_written = backend.run_step(data)
         recorder.put_back()
-        self.writes_to |= set(map(id, of_step))
+        self.writes_to |= set(map(id, all_written))
         if model.trainable_weights and not (recording.applied or mode.is_trial):
             raise RuntimeError(messages.not_recorded_message(model.name))
-        written = self._without_state(of_step, layers) if of_step else []
-        if written and verdict is None and not mode.is_trial:  # else they were compared
+        written = self._without_state(all_written, layers) if all_written else []
+        if written and verdict is None and not mode.is_trial:  # otherwise the trial compared them
             paths = [variable.path for variable in written]
             model._warn_once(messages.written_message(model.name, paths))
         if layers and backend.num_processes > 1:
@@ -215,24 +215,24 @@ class RecordedStep:
             model._warn_once(messages.own_averages_message(names))
         if mode.size is None:
             normalized = [call.layer for call in recorder.calls]
-            known = {id(variable) for variable in of_step}
-            others = [
+            written_ids = {id(variable) for variable in all_written}
+            unpooled = [
                 layer.name
                 for layer in layers
                 if not is_in(layer, normalized)
-                and any(id(variable) in known for variable in layer.non_trainable_variables)
+                and any(id(variable) in written_ids for variable in layer.non_trainable_variables)
             ]
             for message in messages.batch_normalization_messages(
-                [part.name for part in normalized], others
+                [part.name for part in normalized], unpooled
             ):
                 model._warn_once(message)
         return recording, recorder, logs, written
 
     def _without_state(self, written: list[Any], normalizing: list[Any]) -> list[Any]:
-        """Return written variables without seeds and running averages."""
-        known = ids_of_seeds(self._model)
-        known |= {id(v) for layer in normalizing for v in layer.non_trainable_variables}
-        return [variable for variable in written if id(variable) not in known]
+        """Return the written variables that are not seeds or running averages."""
+        excluded = ids_of_seeds(self._model)
+        excluded |= {id(v) for layer in normalizing for v in layer.non_trainable_variables}
+        return [variable for variable in written if id(variable) not in excluded]
 
     def weigh(self, data: Any) -> list[Any]:
         """Run a forward pass, and return the weights of the terms of the compiled loss."""
@@ -251,7 +251,7 @@ class RecordedStep:
 def _weighed(
     value: Any, weighing: Weighing, seen: Seen, position: Position, count: Any = 1.0
 ) -> Amount:
-    """Return the weighted number of one microbatch, for the sum of its window."""
+    """Return the weighted number of one microbatch, for the sum of the window."""
     if weighing.is_sum:
         numbers = value, position.is_first, count, 1.0
         return Amount._make(map(_numbers.float64, numbers))
@@ -261,31 +261,31 @@ def _weighed(
     return Amount._make(map(_numbers.float64, (numerator, rest, count, 1.0)))
 
 
-def _known(totals: list[Any] | None) -> list[Any]:
+def _required(totals: list[Any] | None) -> list[Any]:
     if totals is None:
         raise NeedsTotalsError
     return totals
 
 
-def _ended(gradient: Any, total: Any, unit: Any) -> Any:
-    """Return a gradient with the unit that its rows are in, and zero where these do not count."""
+def _with_unit(gradient: Any, total: Any, unit: Any) -> Any:
+    """Return a sparse gradient with its unit, and zeros if the microbatch does not count."""
     if not isinstance(gradient, Rows):
         return gradient
     values = gradient.values
     if total is not None:
-        values = _numbers.if_so(total != 0, values)  # which may be NaN
+        values = _numbers.if_so(total != 0, values)  # values may be NaN
     return gradient._replace(values=values, unit=unit)
 
 
-def _skipped(found: Sums) -> tuple[Any, Sums]:
-    """Return whether all gradients of a microbatch are finite, and nothing of it if not."""
-    values = [values_of(g) for g in found.gradients if g is not None]
+def _skipped(sums: Sums) -> tuple[Any, Sums]:
+    """Return whether all gradients of a microbatch are finite, and its sums, zero if not."""
+    values = [values_of(g) for g in sums.gradients if g is not None]
     parts = [ops.all(ops.isfinite(v)) for v in values]
     is_finite = functools.reduce(operator.and_, parts, _numbers.int32(0) == 0)
     counted = keras.tree.map_structure(
-        lambda v: None if v is None else _numbers.if_so(is_finite, v), found
+        lambda v: None if v is None else _numbers.if_so(is_finite, v), sums
     )
-    unit = _numbers.where(ops.isfinite(found.unit), found.unit, 1.0)
+    unit = _numbers.where(ops.isfinite(sums.unit), sums.unit, 1.0)
     return is_finite, counted._replace(
         num_skipped=ops.cast(_numbers.is_not(is_finite), "int32"), unit=unit
     )

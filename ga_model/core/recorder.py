@@ -1,8 +1,8 @@
 """Record the gradients and the loss of an unchanged `train_step`.
 
-Methods of optimizers are replaced while a step is recorded. Weights and numbers are
-noted where losses are computed, which on JAX is inside of what it differentiates, from where
-tracers must not escape: `stop_gradient` gives those of the trace outside.
+Methods of optimizers are patched while a step is recorded. Weights and scalars are recorded where
+losses are computed. On JAX this is inside the differentiated function, from which tracers must not
+escape: `stop_gradient` returns values of the outer trace.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ from ga_model.core.window import Amount, Largest, shrinkage, with_values
 
 
 class CannotAccumulateError(RuntimeError):
-    """A step that cannot be accumulated, whatever its samples are."""
+    """Raised for a step that cannot be accumulated on any samples."""
 
 
 class Update(NamedTuple):
-    """The update of a metric by the number of a batch.
+    """A delayed update of a metric by a scalar.
 
     Attributes:
         metric: the metric.
-        is_sum: whether what it counts is summed over microbatches. Else it counts as one per
-            window.
+        is_sum: whether its count is summed over microbatches. Otherwise it is one per window.
     """
 
     metric: Any
@@ -57,37 +56,37 @@ class Update(NamedTuple):
 def by_optimizer(
     applied: Sequence[Applied], gradients: list[Any]
 ) -> Iterator[tuple[list[Any], Any]]:
-    """Yield the gradients of each optimizer, and what it scales losses by."""
-    left = iter(gradients)
+    """Yield the gradients of each optimizer, and its loss scale."""
+    remaining = iter(gradients)
     for optimizer, variables, _ in applied:
-        yield [next(left) for _ in variables], optimizer.scale_loss(ops.ones(()))
+        yield [next(remaining) for _ in variables], optimizer.scale_loss(ops.ones(()))
 
 
 class Recording:
-    """What one `train_step` applies and logs.
+    """The gradients, losses and logs of one `train_step`.
 
     Args:
-        model: the model that is recorded.
+        model: the recorded model.
         data: the microbatch, as `train_step` gets it.
-        position: where it stands in its window.
-        is_own: whether the step, or its loss, is the user's own. Then nothing is folded into the
-            loss, and what the microbatch weighs is found out later.
-        moves_by: scalar, how much of their norm weights are moved by the surrogate update where a
-            step is tried, 0.0 in a part of a window, or None.
-        waits: whether numbers that metrics get wait for the full batch, and are not only noted.
-        kinds: as `StepLosses` takes them.
-        is_trial: whether there is to be no update: optimizers may be applied in any way.
+        position: its position in the window.
+        is_own: whether the step or its loss is custom. Then no weight is folded into the loss;
+            gradients are weighted later.
+        moves_by: scalar, relative size of the surrogate update of a trial; 0.0 in a part of its
+            window; None if there is no surrogate update.
+        waits: whether to delay updates of metrics, instead of only recording them.
+        kinds: see `StepLosses`.
+        is_trial: whether no update follows, so that optimizers may be applied in any way.
 
     Attributes:
-        applied: the optimizers that the step has applied, in their order.
-        gradients: of all their variables, tensors or None.
-        rates: of surrogate updates, scalars, if weights were moved.
-        at_updates: in a trial, the scalars of these optimizers, such as rates, and their values
-            when they were applied.
-        relative_weight: scalar, what the microbatch counts, in `unit`, or None: it is a sum.
-        unit: scalar, what weights are counted in now.
-        losses: what is known of the step's losses.
-        sums: what the backward pass adds gradients to, or None.
+        applied: the optimizers that the step applied, in order.
+        gradients: gradients of all their variables: tensors or None.
+        rates: rates of surrogate updates, scalars.
+        at_updates: in a trial, scalar variables of these optimizers, such as rates, each with its
+            value when it was applied.
+        relative_weight: scalar, weight of the microbatch in `unit`, or None if the loss is a sum.
+        unit: scalar, unit of the window's weights, with this microbatch.
+        losses: the losses of the step.
+        sums: sums that the backward pass adds gradients to, or None.
     """
 
     def __init__(
@@ -116,20 +115,18 @@ class Recording:
         self._is_trial = is_trial
         self._position, self.sums = position, position.sums
         self._metrics = MetricCalls(waits, backend.unnoted)
-        self._divided: list[Any] = []  # optimizers whose losses were
-        self._copies: list[Any] = []  # of compiled losses
+        self._divided: list[Any] = []  # optimizers whose losses were divided
+        self._copies: list[Any] = []  # of the compiled loss
         self._loss: tuple[Any, Any] | None = None  # numerator and denominator
 
     def observed_loss(self, compiled: Any) -> Any:
-        """Return a copy of the compiled loss that notes its terms."""
+        """Return a copy of the compiled loss that records its terms."""
         copy = observed_loss(compiled, self.losses, self._metrics)
         self._copies.append(copy)
         return copy
 
     def release(self) -> None:
-        """Let go of all tensors: the classes of copied losses, which hold what was noted, are kept
-        until garbage is collected.
-        """
+        """Release all tensors: classes of copied losses hold them until garbage collection."""
         for copy in self._copies:
             vars(copy)["_terms"] = []
         self.gradients, self._copies, self._loss = [], [], None
@@ -137,15 +134,15 @@ class Recording:
         self.losses.release()
 
     def scale_loss(self, optimizer: Any, loss: Any) -> Any:
-        """Fold the microbatch's weight into the loss, then scale it, as `_scale_loss` has it."""
+        """Fold the microbatch's weight into the loss, then scale it as the optimizer does."""
         with self.backend.unnoted(), unrecorded():
             return self._scale_loss(optimizer, loss)
 
     def _scale_loss(self, optimizer: Any, loss: Any) -> Any:
-        """Fold the microbatch's weight into the loss, then scale it as the optimizer does.
+        """Implement `scale_loss`.
 
-        In half precision a loss of the user's own is divided by the number of microbatches, so that
-        gradients overflow where those of the full batch do. `apply` takes it back.
+        In half precision, a custom loss is divided by the number of microbatches, so that its
+        gradients overflow where those of the full batch do. `apply` multiplies them again.
         """
         if self._is_own and hasattr(optimizer, "dynamic_scale"):
             self._divided.append(optimizer)
@@ -169,31 +166,32 @@ class Recording:
         numerator = _numbers.constant(terms.fold(wide, weight, position.is_first))
         if weight is None:
             self._loss = numerator, _numbers.float64(position.is_first)
-        else:  # what has no weight may be NaN, and is left out
+        else:  # a loss of weight zero may be NaN
             self._loss = _numbers.where(weight == 0, 0.0, numerator), weight
         return optimizer.scale_loss(terms.fold(loss, relative, position.is_first))
 
     def apply(self, applied: Applied, gradients: Sequence[Any], values: Any = None) -> None:
-        """Keep the gradients that an optimizer would apply.
+        """Record the gradients that an optimizer would apply.
 
         Args:
-            gradients: of the variables, tensors or None.
-            values: of the optimizer's variables, or None: as they are.
+            gradients: gradients of the variables: tensors or None.
+            values: values of the optimizer's variables, or None for the current ones.
 
         Raises:
-            RuntimeError: it was applied before, or another one was, and the backend has one only.
+            CannotAccumulateError: if the optimizer was applied before, or another one was and the
+                backend supports only one.
         """
         if self._is_trial and self.applied:
             return
         optimizer, variables, _ = applied
-        is_again = any(optimizer is other.optimizer for other in self.applied)
-        if is_again or (self.applied and not self.backend.has_several_optimizers):
+        is_repeated = any(optimizer is other.optimizer for other in self.applied)
+        if is_repeated or (self.applied and not self.backend.has_several_optimizers):
             message = messages.applied_twice_message(self.model.name, optimizer.name)
             raise CannotAccumulateError(message)
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         if self.moves_by is not None:
-            of_optimizer = optimizer.variables
-            pairs = zip(of_optimizer, values or [None] * len(of_optimizer))
+            optimizer_variables = optimizer.variables
+            pairs = zip(optimizer_variables, values or [None] * len(optimizer_variables))
             scalars = [(v, value) for v, value in pairs if len(v.shape) == 0]
             self.at_updates += [(v, copy_of(v) if x is None else x) for v, x in scalars]
         if is_in(optimizer, self._divided):
@@ -207,14 +205,14 @@ class Recording:
 
     @property
     def is_moving(self) -> bool:
-        """Whether a surrogate update is made, which may move nothing."""
+        """Whether a surrogate update follows, whose rate may be zero."""
         is_part = isinstance(self.moves_by, float) and self.moves_by == 0
         return self.moves_by is not None and not is_part
 
     def rate_of(self, gradients: Sequence[Any], weights: Sequence[Any]) -> Any:
-        """Return the rate of the surrogate update of weights by gradients, a scalar, and note it.
+        """Return the rate of the surrogate update of weights by gradients, a scalar, and record it.
 
-        It is zero where gradients are, or where they are not finite.
+        It is zero if the gradients are zero or not finite.
         """
         pairs = [(g, w) for g, w in zip(gradients, weights) if g is not None]
         with self.backend.unnoted():
@@ -229,59 +227,56 @@ class Recording:
         return wide * _numbers.like(wide, self._position.parts)
 
     def update_metrics(self) -> None:
-        """Give metrics the numbers that wait."""
+        """Make the delayed updates of metrics."""
         for call in self._metrics.updates:
             give(call)
 
     @property
     def says_weight(self) -> bool:
-        """Whether the compiled losses were computed, or the user's rule says what these weigh."""
+        """Whether compiled losses or the user's rule determine the weight."""
         return bool(self.losses.compiled or self.model._has_rule())
 
     def numbers(self) -> list[Any]:
-        """Return the numbers that wait for the full batch."""
+        """Return the values of the delayed updates."""
         return [_numbers.float64(call.value) for call in self._metrics.updates]
 
     def split_logs(self, logs: Any) -> tuple[dict[str, Any], tuple[tuple[str, Any, Any], ...]]:
-        """Return the numbers that a step logs itself, and the metrics whose results others are.
+        """Return the numbers that a step logs itself, and the logs that are results of metrics.
 
         Args:
-            logs: what the step returns.
+            logs: the logs returned by the step.
 
         Returns:
-            The numbers by name, scalars or arrays; and names, metrics, and the key of their result,
-            or None. Names are those of `flat_logs`.
+            Scalars or arrays by name, and tuples of a name, a metric, and the key of its result or
+            None. Names are those of `flat_logs`.
         """
-        own: dict[str, Any] = {}
+        own_logs: dict[str, Any] = {}
         of_metrics: list[tuple[str, Any, Any]] = []
         for name, value in flat_logs(logs if isinstance(logs, dict) else {}).items():
-            known = next((r for r in self._metrics.results if r[0] is value), None)
-            if known is not None:
-                of_metrics.append((name, *known[1:]))
+            result = next((r for r in self._metrics.results if r[0] is value), None)
+            if result is not None:
+                of_metrics.append((name, *result[1:]))
             elif isinstance(value, (np.ndarray, keras.Variable)):
-                own[name] = _numbers.float64(ops.convert_to_tensor(value))
+                own_logs[name] = _numbers.float64(ops.convert_to_tensor(value))
             elif ops.is_tensor(value) or isinstance(value, (int, float, np.generic)):
-                own[name] = _numbers.float64(value)
-        return own, tuple(of_metrics)
+                own_logs[name] = _numbers.float64(value)
+        return own_logs, tuple(of_metrics)
 
     def updates(self) -> list[tuple[Update, Any]]:
-        """Return the updates of metrics that wait for the full batch, and what each counts."""
-        rows, found = self.losses.num_rows(), []
+        """Return the delayed updates of metrics, each with its count."""
+        rows, updates = self.losses.num_rows(), []
         for call in self._metrics.updates:
             metric, _, weight, term = call
             is_tracker = metric is loss_tracker(self.model)
-            # Where a graph is for any number, Keras counts a batch of a term once.
+            # If a graph is for any number of samples, Keras counts a batch of a term once.
             is_rows = weight is not None and (is_tracker or term is not None)
             is_sum = is_rows or weight is not None
             count = rows if is_rows else 1.0 if weight is None else weight
-            found.append((Update(metric, is_sum), count))
-        return found
+            updates.append((Update(metric, is_sum), count))
+        return updates
 
     def means(self) -> list[tuple[Any, Any] | None]:
-        """Return numerator and denominator of the mean of each number that waits.
-
-        None of those that are of no loss.
-        """
+        """Return numerator and denominator of each delayed number of a loss, None for others."""
         return [self._mean_of(call) for call in self._metrics.updates]
 
     def _mean_of(self, call: Any) -> tuple[Any, Any] | None:
@@ -295,39 +290,39 @@ class Recording:
         return _numbers.where(weight == 0, 0.0, _numbers.float64(call.value) * weight), weight
 
 
-_SMALL = 65_536  # entries of an array, of which more are not copied
-_WITHIN = " within "  # between a name and that of its dict
+_MAX_CONCATENATED = 65_536  # number of entries above which an array is not concatenated
+_WITHIN = " within "  # between a name and the name of its dict
 
 
 def flat_logs(logs: dict[str, Any]) -> dict[str, Any]:
-    """Return logs without dicts in them, by names that tell these."""
+    """Return logs with nested dicts flattened into their names."""
     flat: dict[str, Any] = {}
     for name, value in logs.items():
         if isinstance(value, dict):
-            flat |= {f"{key}{_WITHIN}{name}": each for key, each in flat_logs(value).items()}
+            flat |= {f"{key}{_WITHIN}{name}": inner for key, inner in flat_logs(value).items()}
         else:
             flat[name] = value
     return flat
 
 
 def nested_logs(flat: dict[str, Any]) -> dict[str, Any]:
-    """Return the logs that `flat_logs` has made flat. Keras compares their names."""
+    """Invert `flat_logs`. Keras compares the names of logs."""
     logs: dict[str, Any] = {}
     for name, value in flat.items():
-        last, *others = name.split(_WITHIN)
+        last, *outer_names = name.split(_WITHIN)
         inner = logs
-        for other in reversed(others):
+        for other in reversed(outer_names):
             inner = inner.setdefault(other, {})
         inner[last] = value
     return logs
 
 
 def _norm(arrays: Sequence[Any]) -> Any:
-    """Return the norm of all numbers in arrays, whose squares may overflow: a float32 scalar."""
+    """Return the norm of all entries of arrays, a float32 scalar, without overflow of squares."""
     numbers = [ops.ravel(ops.cast(array, "float32")) for array in arrays if 0 not in array.shape]
-    small = [n for n in numbers if n.shape[0] <= _SMALL]
-    if len(small) > 1:  # many operations take long to compile
-        numbers = [n for n in numbers if n.shape[0] > _SMALL] + [ops.concatenate(small)]
+    small = [n for n in numbers if n.shape[0] <= _MAX_CONCATENATED]
+    if len(small) > 1:  # many operations compile slowly
+        numbers = [n for n in numbers if n.shape[0] > _MAX_CONCATENATED] + [ops.concatenate(small)]
     zero = ops.zeros((), "float32")
     largest = functools.reduce(ops.maximum, [ops.max(ops.abs(n)) for n in numbers], zero)
     unit = ops.where(largest == 0, 1.0, largest)
@@ -341,7 +336,7 @@ def record(
     """Record the step of `model` that this thread runs.
 
     Args:
-        model, data, position, backend, **options: as `Recording` takes them.
+        model, data, position, backend, **options: see `Recording`.
     """
     recording = Recording(model, data, position, backend, **options)
     results: Any = contextlib.nullcontext()

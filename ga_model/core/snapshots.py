@@ -10,26 +10,25 @@ from ga_model.base._internals import global_seed, layers_in, own_state, seeds, s
 
 
 def state_variables(model: Any, optimizers: Iterable[Any], with_weights: bool = False) -> list[Any]:
-    """Return the variables of a model that steps write to.
+    """Return the variables that a model's steps write to.
 
     Args:
-        optimizers: of the model.
-        with_weights: whether all of its weights are among them. Else they are what layers and
-            metrics keep.
+        optimizers: the optimizers of the model.
+        with_weights: whether to include all weights, and not only state of layers and metrics.
     """
     variables = [v for layer in layers_in(model) for v in (*own_state(layer), *seeds(layer))]
     if with_weights:
         variables = [*model.variables, *variables]
     of_optimizers = [v for optimizer in optimizers for v in optimizer.variables]
-    numbers = [v for v in of_optimizers if len(v.shape) == 0]  # such as the rate
+    numbers = [v for v in of_optimizers if len(v.shape) == 0]  # such as the learning rate
     return unique([*variables, *numbers, *model.metrics_variables])
 
 
 class VariableSnapshot:
-    """Variables, whose values a subclass keeps, and the generator of Keras's random numbers.
+    """A snapshot of variables, whose values a subclass keeps, and of Keras's global seed generator.
 
     Args:
-        variables: what `state_variables` has found.
+        variables: result of `state_variables`.
     """
 
     def __init__(self, model: Any, variables: Sequence[Any]) -> None:
@@ -38,7 +37,7 @@ class VariableSnapshot:
         self._variables = [*variables, *([] if self._seed is None else [self._seed.state])]
 
     def put_back(self) -> None:
-        """Let metrics that were created since start again, and restore the generator."""
+        """Reset metrics that were created since, and restore the global seed generator."""
         for metric in self._model.metrics:
             if not {id(variable) for variable in metric.variables} <= self._known:
                 metric.reset_state()

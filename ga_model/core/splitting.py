@@ -1,10 +1,8 @@
-"""Which calls of layers go by microbatches while a step runs on a full batch.
+"""Split layer calls into microbatches while a step runs on a full batch.
 
-The step of a model runs once, as it is. While it runs, a function stands in front of the `call` of
-each layer, and lets the outermost calls on samples of the batch go by microbatches.
-
-A call that is not known to treat samples one by one runs whole, and the calls that it makes are
-then the outermost ones: always exact, at the cost of memory.
+The step runs once, unchanged. A patch of the `call` of each layer runs the outermost calls on
+samples of the batch by microbatches. A call that may combine samples runs on the full batch, and
+the calls that it makes become the outermost ones: always exact, at the cost of memory.
 """
 
 from __future__ import annotations
@@ -35,16 +33,16 @@ from ga_model.core.proof.calls import KNOWN, NotByRowsError
 from ga_model.core.proof.samples import samples_for_trial
 from ga_model.core.statistics import is_known, passing_moments
 
-_splitting = ThreadValue()  # how calls are split in this thread, or None
+_splitting = ThreadValue()  # the `_Splitting` of the step of this thread, or None
 
 
 class _Splitting:
-    """How the calls of one step are split.
+    """How to split the layer calls of one step.
 
     Args:
         model: the model whose step runs.
-        backend: what it runs on.
-        data, size, most: as `splitting_calls` takes them.
+        backend: the backend of the model.
+        data, size, most: see `splitting_calls`.
     """
 
     def __init__(
@@ -54,27 +52,27 @@ class _Splitting:
         self._data = data
         self._size, self._most = size, most
         self._is_in_whole_call = ThreadValue(False)
-        self._has_seen_call = False  # a call that could be split
+        self._has_seen_call = False  # one that could be split
 
     def applies(self, layer: Any) -> bool:
-        """Return whether a call of a layer that runs here is to be split."""
+        """Return whether to split a call of a layer that runs here."""
         if inside_of_call.get() or is_symbolic():
             return False
-        # Not one of a function that the step compiles, or of a branch.
+        # Skip calls in a branch, or in a function that the step compiles.
         if self._backend.place() is not self._place or not self._backend.is_in_step():
             return False
-        # A layer without weights draws random numbers, or computes little.
+        # Layers without weights draw random numbers or are cheap.
         has_weights = bool(layer.weights or not is_built(layer))
         self._has_seen_call = self._has_seen_call or has_weights
         return has_weights and not any(map(is_rematerialized, layers_in(layer)))
 
     def end(self) -> None:
-        """Warn, at the end of a step, if there was no call that could be split."""
+        """Warn at the end of a step that had no call to split."""
         if not self._has_seen_call:
             self._model._warn_once(messages.unsplit_step_message(self._model.name))
 
     def run(self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Make a call by microbatches, or whole where it cannot be split."""
+        """Run a call by microbatches, or on the full batch if it cannot be split."""
         training = kwargs.get("training", training_of_call(layer))
         try:
             return self._by_microbatches(layer, call, args, kwargs, training)
@@ -83,7 +81,7 @@ class _Splitting:
         with self._is_in_whole_call.set(True):
             outputs = call(*args, **kwargs)
         if reason and not self._is_in_whole_call.get():
-            # The first one of a layer: it may tell the shapes of a call.
+            # Warn of the first reason for a layer only: others may differ by shapes.
             _, reason = self._backend.known_calls.setdefault(id(layer), (layer, reason))
             self._model._warn_once(messages.whole_call_message(layer.name, reason))
         return outputs
@@ -91,41 +89,43 @@ class _Splitting:
     def _by_microbatches(
         self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any, training: Any
     ) -> Any:
-        found = LayerCall(self._backend, layer, call, args, kwargs, self._size, self._known)
-        why = found.analyze(training)
-        if why is None and None in found.kinds:
-            why = "it adds a loss that is neither a mean nor a sum over samples"
-        if why is None and "zero" in found.kinds:
-            why = "it adds a loss that was zero when it was tried: a mean over samples, or a sum"
-        if why is None and (written := found.written()):
-            why = f"it writes to {written} in each call"
-        if why is not None:
-            raise NotByRowsError(why)
-        outputs = found.by_microbatches(self._most)
+        layer_call = LayerCall(
+            self._backend, layer, call, args, kwargs, self._size, self._samples_of
+        )
+        reason = layer_call.analyze(training)
+        if reason is None and None in layer_call.kinds:
+            reason = "it adds a loss that is neither a mean nor a sum over samples"
+        if reason is None and "zero" in layer_call.kinds:
+            reason = "it adds a loss that was zero when it was tried: a mean over samples, or a sum"
+        if reason is None and (written := layer_call.written()):
+            reason = f"it writes to {written} in each call"
+        if reason is not None:
+            raise NotByRowsError(reason)
+        outputs = layer_call.by_microbatches(self._most)
         trained = self._model._batch_normalization_layers() if training is True else []
         trained = [part for part in layers_in(layer) if is_in(part, trained)]
-        normalizing = [part.name for part in trained if is_known(part)]
-        others = [part.name for part in trained if not is_known(part)]
-        for message in messages.batch_normalization_messages(normalizing, others):
+        pooled = [part.name for part in trained if is_known(part)]
+        unpooled = [part.name for part in trained if not is_known(part)]
+        for message in messages.batch_normalization_messages(pooled, unpooled):
             self._model._warn_once(message)
         return outputs
 
-    def _known(self, array: Any) -> Any:
-        """Return samples for a trial of an array of the batch, or None: it is another one."""
+    def _samples_of(self, array: Any) -> Any:
+        """Return trial samples of an array of the batch, or None for any other array."""
         leaves = keras.tree.flatten(self._data)
-        place = next((place for place, leaf in enumerate(leaves) if leaf is array), None)
-        if place is None or len(self._samples) != len(leaves):
+        index = next((index for index, leaf in enumerate(leaves) if leaf is array), None)
+        if index is None or len(self._samples) != len(leaves):
             return None
-        known = self._samples[place]
-        return known if isinstance(known, np.ndarray) else None
+        samples = self._samples[index]
+        return samples if isinstance(samples, np.ndarray) else None
 
     @functools.cached_property
     def _samples(self) -> list[Any]:
-        """Samples of the batch that is trained, for a trial."""
+        """Trial samples from the batch that is being trained."""
         data = self._backend.samples_of(self._backend.present_batch)
         try:
             return list(keras.tree.flatten(next(samples_for_trial(data, KNOWN))))
-        except ValueError:  # of ragged ones
+        except ValueError:  # ragged data
             return []
 
 
@@ -146,15 +146,15 @@ _calls_of_layers = MethodPatch("call", _split_call)
 def splitting_calls(
     model: Any, backend: Backend, data: Any, size: int, most: int | None = None
 ) -> Iterator[None]:
-    """Return a context in which the outermost calls of layers go by microbatches.
+    """Return a context in which the outermost layer calls run by microbatches.
 
     Args:
         model: the model whose step runs.
-        backend: what it runs on.
+        backend: the backend of the model.
         data: the batch, as the step gets it.
-        size: samples of a microbatch.
-        most: microbatches of each call that are run, or None for all. What comes out for the other
-            samples is then any number.
+        size: samples per microbatch.
+        most: microbatches to run per call, or None for all. Outputs for other samples are
+            arbitrary.
     """
     splitting = _Splitting(model, backend, data, size, most)
     moments = passing_moments(model._batch_normalization_layers())

@@ -1,9 +1,9 @@
-"""What stands in front of a model's optimizers and compiled loss while its step is recorded.
+"""Patches of a model's optimizers and compiled loss while its step is recorded.
 
-Optimizers give their gradients to the recording instead of updating, and the compiled loss
-notes what its terms average over. Keras matches targets, outputs and sample weights with the user's
-losses in `CompileLoss.call`, in many ways, and a `compute_loss` of the user's own may change them
-before: so losses are observed where they are computed, in a copy of the compiled loss.
+Optimizers pass their gradients to the recording instead of updating, and the compiled loss records
+what its terms average over. `CompileLoss.call` matches targets, outputs and sample weights with the
+user's losses in many ways, and a custom `compute_loss` may change them before. So losses are
+observed where they are computed, in a copy of the compiled loss.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ga_model.core.weights import Term
 
 
 def recorded(name: str, record: Callable[..., Any]) -> MethodPatch:
-    """Return what replaces a method of optimizers where this thread records a step.
+    """Return a patch for a method of optimizers, active where this thread records a step.
 
     Args:
-        name: of the method.
-        record: takes the recording, the optimizer, and the arguments of the method.
+        name: name of the method.
+        record: replacement; takes the recording, the optimizer, and the method's arguments.
     """
 
     def make(optimizer: Any, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,15 +66,15 @@ APPLY = recorded("apply", _apply), recorded("apply_gradients", _apply_gradients)
 
 
 def observed_loss(compiled: Any, losses: StepLosses, calls: MetricCalls) -> Any:
-    """Return a copy of a compiled loss that notes the term of every loss it computes.
+    """Return a copy of a compiled loss that records the term of every loss it computes.
 
-    The copy computes the loss, as `CompileLoss` does, and its losses are observers that pass
-    everything on. What `build` makes is the original's own.
+    The copy computes as `CompileLoss` does, through observers of the losses. Only the original is
+    built; the copy adopts its state.
 
     Args:
         compiled: the `keras.src.trainers.compile_utils.CompileLoss` of a model.
-        losses: of the step that runs.
-        calls: of metrics, which learn the terms that those metrics track.
+        losses: losses of the running step.
+        calls: metric calls, which receive the terms that metrics track.
     """
 
     class Observed(type(compiled)):  # type: ignore[misc]
@@ -88,7 +88,7 @@ def observed_loss(compiled: Any, losses: StepLosses, calls: MetricCalls) -> Any:
             calls.terms = {id(metric): terms for metric in compiled.metrics}
             loss = super().call(y_true, y_pred, sample_weight)
             if not keras.tree.is_nested(y_true) and not keras.tree.is_nested(y_pred):
-                del terms[1:]  # of several losses of one output, Keras uses the first
+                del terms[1:]  # Keras uses the first of several losses of one output
             for term in terms:
                 losses.note_term(term)
             return loss

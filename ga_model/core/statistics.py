@@ -1,8 +1,7 @@
-"""The running averages of BatchNormalization, updated from the statistics of all samples.
+"""Update the running averages of BatchNormalization from the statistics of all samples.
 
-While a microbatch runs, a function shadows the method that computes mean and variance, and notes
-them. What the layer has written is put back, what was noted is pooled over microbatches, and the
-averages move once per update.
+While a microbatch runs, a patch records the mean and variance that a layer computes. Its writes are
+undone, the moments are pooled over microbatches, and the averages move once per update.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from ga_model.base._context import ThreadValue
 from ga_model.base._internals import MOMENTS, copy_of, move_renormalization, reduction_axes
 from ga_model.base._method_patch import MethodPatch
 
-# The recorder of the microbatch that this thread runs, or None.
+# The `MomentsRecorder` of the microbatch that this thread runs, or None.
 present_recorder: Any = ThreadValue()
 
 
 class Moments(NamedTuple):
-    """Mean and variance of values, those of several microbatches pooled by Chan's formula.
+    """Mean and variance of values. Chan's formula pools those of several microbatches.
 
-    T. F. Chan, G. H. Golub, R. J. LeVeque: Updating Formulae and a Pairwise Algorithm for
-    Computing Sample Variances. Stanford, STAN-CS-79-773, 1979.
+    T. F. Chan, G. H. Golub, R. J. LeVeque: Updating Formulae and a Pairwise Algorithm for Computing
+    Sample Variances. Stanford, STAN-CS-79-773, 1979.
 
     Attributes:
         count: values per channel, a scalar or a vector.
@@ -40,7 +39,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of_stacked(cls, parts: Moments) -> Moments:
-        """Return the moments of all parts, which are stacked on a first axis."""
+        """Return the pooled moments of parts that are stacked on a first axis."""
         count = ops.sum(parts.count, axis=0)
         shares = _numbers.share(parts.count, count)
         missing = len(parts.mean.shape) - len(shares.shape)
@@ -50,7 +49,7 @@ class Moments(NamedTuple):
         return cls(count, mean, ops.sum(shares * (parts.variance + between), axis=0))
 
     def plus(self, other: Moments) -> Moments:
-        """Return the moments of both."""
+        """Return the pooled moments of both."""
         count = self.count + other.count
         share = _numbers.share(other.count, count)
         step = other.mean - self.mean
@@ -60,18 +59,18 @@ class Moments(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of a layer in training.
+    """A call of a BatchNormalization layer in training mode.
 
     Attributes:
         layer: the layer.
-        epsilon: what the layer adds to the number of values where it divides by that.
+        epsilon: what the layer adds to the number of values that it divides by.
     """
 
     layer: Any
     epsilon: float
 
     def move(self, moments: Moments) -> None:
-        """Move the running averages as the layer does, if there are any values."""
+        """Move the running averages as the layer does, unless there are no values."""
         layer, epsilon = self.layer, self.epsilon
         mean, variance = moments.mean, moments.variance
         if epsilon:
@@ -95,30 +94,30 @@ class MomentsRecorder:
     """Records the moments that layers compute in a microbatch.
 
     Args:
-        place: returns what the running code belongs to: the step, or a function or branch in it.
+        place: returns the scope of the running code: the step, or a function or branch in it.
         layers: BatchNormalization layers whose averages `put_back` restores.
 
     Attributes:
-        calls: the calls, in their order.
-        moments: those of each call.
+        calls: the calls, in order.
+        moments: moments of each call.
     """
 
     def __init__(self, place: Callable[[], Any], layers: Sequence[Any] = ()) -> None:
         self.calls: list[Call] = []
         self.moments: list[Moments] = []
-        self._place, self._is_in = place, place()
+        self._place, self._step_place = place, place()
         state = [v for layer in layers for v in layer.non_trainable_variables]
         self._before = [(variable, copy_of(variable)) for variable in state]
 
     def record(self, layer: Any, inputs: Any, mask: Any, mean: Any, variance: Any) -> None:
-        """Record the moments of a layer's inputs, if the step can use them outside of that code."""
-        if self._place() is not self._is_in:
+        """Record the moments of a layer's inputs, unless they are tensors of an inner scope."""
+        if self._place() is not self._step_place:
             return
         epsilon = 0.0 if mask is None else keras.config.epsilon()
         shape = tuple(layer.moving_mean.shape)
         mean, variance = (ops.reshape(ops.stop_gradient(v), shape) for v in (mean, variance))
         count = _count(layer, inputs, mask)
-        if epsilon:  # of a mean over the values without it
+        if epsilon:  # undo its effect on the mean
             growth = _numbers.share(count + epsilon, count)
             exact = mean * growth
             mean, variance = exact, variance * growth - ops.square(exact - mean)
@@ -138,13 +137,13 @@ class MomentsRecorder:
 
 
 def is_known(layer: Any) -> bool:
-    """Return whether a layer moves its averages as BatchNormalization does."""
+    """Return whether a layer updates its averages as BatchNormalization does."""
     normal = keras.layers.BatchNormalization
     return isinstance(layer, normal) and type(layer).call is normal.call
 
 
 def passing_moments(layers: Iterable[Any]) -> Any:
-    """Return the context in which those of the layers that are known pass their moments on."""
+    """Return a context in which layers with known updates record their moments."""
     return _moments.of(layer for layer in layers if is_known(layer))
 
 
@@ -167,6 +166,6 @@ def _count(layer: Any, inputs: Any, mask: Any) -> Any:
     dtype = _numbers.sum_dtype(inputs.dtype)
     if mask is None:
         return ops.cast(math.prod(shape[axis] for axis in axes), dtype)
-    if len(shape) - 1 not in axes:  # the channels have one mask
+    if len(shape) - 1 not in axes:  # all channels share one mask
         return ops.sum(ops.cast(ops.broadcast_to(mask, shape[:-1]), dtype))
     return ops.sum(ops.cast(ops.broadcast_to(mask[..., None], shape), dtype), axis=tuple(axes))

@@ -1,9 +1,9 @@
-"""What is compiled for a microbatch of one model. Its logs and the update are in `updates`.
+"""Compile the functions that run the microbatches of one model. See `updates` for logs and updates.
 
-A microbatch is one function, whatever comes before and after it: it adds what it gives to the sums
-of its window, which it gets and returns. The optimizer is in a function of its own, and so are the
-updates of metrics that wait for the full batch. So the forward and backward pass is compiled once
-for each shape of microbatches, as in plain Keras, and nothing waits for a condition.
+One function runs a microbatch, whatever comes before and after it: it takes the sums of the window,
+and returns them with the microbatch added. The optimizer is in another function, and so are the
+delayed updates of metrics. So the forward and backward pass is compiled once for each shape of
+microbatches, as in plain Keras, and needs no condition.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ga_model.core.window import Rows, Sums, is_list
 
 
 class Steps:
-    """What trains a model, compiled.
+    """Compiled functions that run microbatches.
 
     Args:
-        logs_of: returns the logs of a batch, as `Updates.logs_of` does.
+        logs_of: returns the logs of a batch, see `Updates.logs_of`.
 
     Attributes:
-        needs_totals: whether a microbatch needs what the terms of the loss weigh in its batch.
-        step: the model's own step, recorded.
+        needs_totals: whether microbatches need the weights of the loss terms in their batch.
+        step: the model's step, recorded.
     """
 
     def __init__(self, model: Any, backend: Backend, logs_of: Callable[..., Any]) -> None:
@@ -40,54 +40,54 @@ class Steps:
         self._logs_of = logs_of
         self.needs_totals = False
         self.step = RecordedStep(model, backend)
-        self._seen: dict[Any, Structure] = {}  # of microbatches, by modes and shapes
-        self._traced: dict[Mode, Structure] = {}  # what was found last
-        self._shapes: dict[Any, Sums] = {}  # of what they give, likewise
-        self._first: Any = None  # the key of the first microbatch of the batch that was prepared
+        self._structures: dict[Any, Structure] = {}  # by mode and shapes of a microbatch
+        self._latest: dict[Mode, Structure] = {}  # the latest, by mode
+        self._shapes: dict[Any, Sums] = {}  # shapes of their sums, by the same keys
+        self._first_key: Any = None  # key of the prepared batch's first microbatch
 
     # Microbatches.
 
     def prepare(
         self, mode: Mode, batch: Batch, numbers: Numbers
     ) -> tuple[Structure | None, Structure | None]:
-        """Trace the step on the microbatches of a batch, each shape once, before anything runs.
+        """Trace the step on each shape of a batch's microbatches, before any of them runs.
 
-        Where steps run eagerly, nothing is known of them before.
+        Does nothing where steps run eagerly.
 
         Args:
-            mode, numbers: as `microbatch` takes them.
+            mode, numbers: see `microbatch`.
 
         Returns:
-            What is known of its microbatches, and of the last one, which may be smaller.
+            Facts about the microbatches, and about the last one, which may be smaller, or None.
 
         Raises:
-            NeedsTrialError, NeedsTotalsError: a microbatch cannot run like this.
+            NeedsTrialError, NeedsTotalsError: if microbatches cannot run yet.
         """
         if not self._backend.traces:
             return None, None
-        found, keys = [], []
+        structures, keys = [], []
         for index in sorted({0, batch.num_microbatches - 1}):
             data = self._backend.as_traced(batch.microbatch(index))
             key = (mode, self._backend.key_of((data, numbers.totals)))
-            if key not in self._seen:
+            if key not in self._structures:
                 unit, num_counted = _numbers.float64(0.0), _numbers.int32(0)
                 arguments = (unit, num_counted, data, numbers)
                 self.step.found = None
                 with forgetting_losses(self._model):
                     self._shapes[key] = self._recording(mode).shapes(arguments)
-                # A trace for any number of samples serves others, too.
-                self._seen[key] = self._traced[mode] = self.step.found or self._traced[mode]
-            found.append(self._seen[key])
+                # A trace for any number of samples serves other sizes, too.
+                self._structures[key] = self._latest[mode] = self.step.found or self._latest[mode]
+            structures.append(self._structures[key])
             keys.append(key)
-        self._first = keys[0]
-        return found[0], found[-1]
+        self._first_key = keys[0]
+        return structures[0], structures[-1]
 
     def begin(self) -> Sums | None:
-        """Return the sums of a window that has no microbatch, if they are to be there before."""
+        """Return the initial sums of a window, or None if they are not allocated in advance."""
         if not self._backend.traces:
             return None
-        shapes = self._shapes[self._first].without_rows()
-        sums: Sums = self._backend.zeros(("begin", self._first), shapes)
+        shapes = self._shapes[self._first_key].without_rows()
+        sums: Sums = self._backend.zeros(("begin", self._first_key), shapes)
         return sums
 
     def microbatch(
@@ -96,19 +96,19 @@ class Steps:
         sums: Sums | None,
         data: Any,
         numbers: Numbers,
-        alone: Structure | None = None,
+        sole_structure: Structure | None = None,
     ) -> tuple[Sums, Any]:
-        """Run the step on a microbatch, and add what it gives to the sums of its window.
+        """Run the step on a microbatch, and add its results to the sums of the window.
 
         Args:
-            mode: what the function is made for.
-            sums: of the window so far, whose gradients are not to be used again, or None.
-            numbers: of its batch.
-            alone: what is known of it, if its batch has no other microbatch.
+            mode: settings that the function is compiled for.
+            sums: sums of the window so far, whose gradients are consumed, or None.
+            data: the microbatch.
+            numbers: numbers of its batch.
+            sole_structure: facts about the microbatch, if its batch has no other.
 
         Returns:
-            The sums, and the logs of such a batch, where these can be a part of the same function;
-            otherwise None.
+            The sums, and the logs of such a batch if the same function can compute them, else None.
         """
         if sums is None or not self._backend.traces:
             function = functools.partial(self._add, mode)
@@ -118,59 +118,59 @@ class Steps:
             return add_eagerly(sums, data, numbers), None
         run_one = self._recording(mode)
         if not self._backend.nests:
-            data, given = self._backend.placed(data), sums.without_rows()
-            found = run_one(sums.unit, sums.num_counted, data, numbers)
+            data, dense_sums = self._backend.placed(data), sums.without_rows()
+            microbatch_sums = run_one(sums.unit, sums.num_counted, data, numbers)
             plus: Callable[..., Sums] = self._backend.compiled(("plus", mode), Sums.plus, [])
-            return self._behind(sums, plus(given, found)), None
+            return self._with_earlier_rows(sums, plus(dense_sums, microbatch_sums)), None
 
-        def add(gradients: list[Any], others: Sums, *arguments: Any) -> tuple[Sums, Any]:
-            before = others._replace(gradients=gradients)
+        def add(gradients: list[Any], rest: Sums, *arguments: Any) -> tuple[Sums, Any]:
+            before = rest._replace(gradients=gradients)
             after = before.plus(run_one(before.unit, before.num_counted, *arguments))
-            if alone is None:
+            if sole_structure is None:
                 return after, None
-            return after, self._logs_of(alone, before.amounts, after.amounts)
+            return after, self._logs_of(sole_structure, before.amounts, after.amounts)
 
         run: Callable[..., tuple[Sums, Any]] = self._backend.compiled(
-            ("add", id(alone), mode), add, self._reads(mode), consumes=True
+            ("add", id(sole_structure), mode), add, self._reads(mode), consumes=True
         )
-        given, data = sums.without_rows(), self._backend.placed(data)
-        others = given._replace(gradients=[])
-        after, logs = run(given.gradients, others, data, numbers)
-        return self._behind(sums, after), logs
+        dense_sums, data = sums.without_rows(), self._backend.placed(data)
+        rest = dense_sums._replace(gradients=[])
+        after, logs = run(dense_sums.gradients, rest, data, numbers)
+        return self._with_earlier_rows(sums, after), logs
 
-    def _behind(self, before: Sums, after: Sums) -> Sums:
-        """Return sums with the rows of earlier microbatches, which are kept and not summed."""
+    def _with_earlier_rows(self, before: Sums, after: Sums) -> Sums:
+        """Return sums with the sparse rows of earlier microbatches, which are kept separately."""
         gradients = after.gradients
-        for place, (rows, gradient) in enumerate(zip(before.gradients, gradients)):
+        for index, (rows, gradient) in enumerate(zip(before.gradients, gradients)):
             if is_list(rows) and is_list(gradient):
-                gradients[place] = (*rows, *gradient)
-            elif is_list(rows) and rows:  # another microbatch has a dense one
+                gradients[index] = (*rows, *gradient)
+            elif is_list(rows) and rows:  # another microbatch has a dense gradient
                 joined = self._backend.joined(rows, after.unit)
                 add = self._backend.compiled("dense", _with_rows, [])
-                gradients[place] = add(gradient, joined)
+                gradients[index] = add(gradient, joined)
         return after
 
     def _add(self, mode: Mode, sums: Sums | None, data: Any, numbers: Numbers) -> Sums:
-        """Add a microbatch to the sums of its window where nothing is compiled."""
+        """Add a microbatch to the sums of its window where steps run eagerly."""
         unit = 0.0 if sums is None else sums.unit
         num_counted = 0 if sums is None else sums.num_counted
         gradients = self._gradient_sums(mode, None if sums is None else sums.gradients)
         try:
-            found = self.step.record(mode, unit, num_counted, data, numbers, gradients)
+            result = self.step.record(mode, unit, num_counted, data, numbers, gradients)
         finally:
             added = None if gradients is None else gradients.end()
         if added is None:
-            return found.counted() if sums is None else sums.plus(found)
-        nothing = [None for _ in added]  # was left
-        found = found._replace(gradients=nothing)
+            return result.counted() if sums is None else sums.plus(result)
+        nothing = [None for _ in added]  # left to add
+        result = result._replace(gradients=nothing)
         if sums is not None:
-            found = sums._replace(gradients=nothing).plus(found)
-        return found._replace(gradients=added)
+            result = sums._replace(gradients=nothing).plus(result)
+        return result._replace(gradients=added)
 
     def _gradient_sums(self, mode: Mode, totals: list[Any] | None) -> GradientSums | None:
-        """Return sums that the backward pass adds to, where a microbatch is sure to count.
+        """Return sums that the backward pass adds to, if the microbatch certainly counts.
 
-        A step of the user's own may look at its gradients.
+        Not for custom steps, which may read their gradients.
         """
         is_folded = mode.verdict is None or mode.verdict.is_folded
         is_sure = is_folded and not (mode.skips or mode.is_measured or mode.is_trial)
@@ -189,12 +189,12 @@ class Steps:
         """Return the weights of the compiled loss's terms in a batch, by a forward pass."""
         backend = self._backend
         weigh = backend.compiled("weigh", self.step.weigh, backend.of_step, discards=True)
-        each = map(batch.microbatch, range(batch.num_microbatches))
-        if not backend.traces:  # losses may write to what they get, which is to be trained on
-            each = map(backend.copied, each)
+        microbatches = map(batch.microbatch, range(batch.num_microbatches))
+        if not backend.traces:  # losses may write to their inputs
+            microbatches = map(backend.copied, microbatches)
         with backend.trying(is_own=False):
-            parts = [weigh(backend.placed(data)) for data in each]
-        return [sum(weights) for weights in zip(*parts)]
+            weights_of_each = [weigh(backend.placed(data)) for data in microbatches]
+        return [sum(weights) for weights in zip(*weights_of_each)]
 
 
 def _with_rows(gradient: Any, rows: Rows) -> Any:

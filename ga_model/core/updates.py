@@ -1,4 +1,4 @@
-"""The logs of a batch and the update of a window, compiled."""
+"""Compile the logs of a batch and the update of a window."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ from ga_model.core.window import Amount, Sums, is_list
 
 
 class Counters(NamedTuple):
-    """What was counted since `compile`: int32 scalars.
+    """Counters since `compile`: int32 scalars.
 
     Attributes:
-        skipped: microbatches that were left out.
-        lost: windows with weight of which a microbatch had a term that was made zero.
-        unlike: windows of which a microbatch had terms of other proportions.
+        skipped: microbatches that were skipped.
+        lost: windows with a weight, and a loss term that was zero in a microbatch because it was
+            divided by zero.
+        unlike: windows in which the proportions of the terms' numbers of values differ.
     """
 
     skipped: Any
@@ -44,11 +45,11 @@ class Counters(NamedTuple):
 
 
 class Updates:
-    """What makes the logs of a batch, and the update of a window.
+    """Compiled functions for the logs of a batch and the update of a window.
 
     Args:
         model: the model.
-        backend: what it runs on.
+        backend: the backend of the model.
     """
 
     def __init__(self, model: Any, backend: Backend) -> None:
@@ -59,34 +60,34 @@ class Updates:
     # Logs.
 
     def report(self, structure: Structure, before: list[Amount] | None, now: list[Amount]) -> Any:
-        """Return the logs by `logs_of`, compiled on its own."""
+        """Return the logs by `logs_of`, compiled as a function of its own."""
         function = functools.partial(self.logs_of, structure)
         report = self._backend.compiled(("report", id(structure)), function, ["metrics"])
         return report(before, now)
 
     def logs_of(self, structure: Structure, before: list[Amount] | None, now: list[Amount]) -> Any:
-        """Give metrics what waited for the full batch, and return the logs.
+        """Make the delayed updates of metrics, and return the logs.
 
         Args:
-            structure: what is known of the sums.
-            before: the amounts of the window before the batch, or None.
-            now: those after it.
+            structure: facts about the step.
+            before: amounts of the window before the batch, or None.
+            now: amounts after it.
         """
         model = self._model
         amounts = self._backend.amounts_of_all([*now, *(before or ())])
         nothing = [Amount(0.0, 0.0, 0.0, 0.0) for _ in now]
         now, before = amounts[: len(now)], amounts[len(now) :] or nothing
-        share = 1.0 / self._backend.num_replicas  # of what all of them add to a metric
+        share = 1.0 / self._backend.num_replicas  # all replicas add to a metric
         for update, first, last in zip(structure.updates, before, now):
             metric = update.metric
             is_mean = isinstance(metric, keras.metrics.Mean)
-            if is_mean:  # one that was reset within the window has nothing of it
+            if is_mean:  # a metric reset within the window lacks its earlier part
                 is_reset = copy_of(metric.count) == 0
                 first = Amount._make(_numbers.where(is_reset, 0.0, a) for a in first)
-            (total, count), (known, known_count) = update.added(last), update.added(first)
-            metric.total.assign_add(ops.cast((total - known) * share, metric.total.dtype))
+            (total, count), (earlier_total, earlier_count) = update.added(last), update.added(first)
+            metric.total.assign_add(ops.cast((total - earlier_total) * share, metric.total.dtype))
             if is_mean:
-                added = (count - known_count) * share
+                added = (count - earlier_count) * share
                 metric.count.assign_add(ops.cast(added, metric.count.dtype))
         if not (structure.own_logs or structure.logs_of_metrics):
             return model.get_metrics_result()
@@ -100,12 +101,12 @@ class Updates:
     # Updates.
 
     def measure(self, structure: Structure, noise: GradientNoise, sums: Sums) -> None:
-        """Take a window into averages.
+        """Add a window to the noise averages.
 
         Args:
-            structure: what is known of its sums.
-            noise: has the averages.
-            sums: what the microbatches of the window have come to.
+            structure: facts about the step.
+            noise: the averages.
+            sums: sums of the window.
         """
         measure = self._backend.compiled(
             ("measure", id(structure)), functools.partial(self._measure, structure), ["optimizer"]
@@ -113,8 +114,8 @@ class Updates:
         gradients = [self._joined(g, sums.unit) for g in sums.gradients]
         sums = sums._replace(amounts=[], moments=[], gradients=gradients)
         before = [noise.of(applied.optimizer) for applied in structure.applied]
-        of_one, *_ = self._backend.each(measure(before, noise.decay, sums))  # all have the same
-        for applied, after in zip(structure.applied, of_one):
+        averages, *_ = self._backend.each(measure(before, noise.decay, sums))  # equal on all
+        for applied, after in zip(structure.applied, averages):
             noise.set(applied.optimizer, after)
 
     def _measure(
@@ -124,8 +125,8 @@ class Updates:
         weight = sums.total * sums.unit * self._backend.num_replicas
         gradients, divisor = self._backend.sum_of_all(sums.gradients, total)
         parts = zip(before, sums.squares, by_optimizer(structure.applied, gradients))
-        of_applied = (applied.variables for applied in structure.applied)
-        for (earlier, squares, (gradients, scale)), variables in zip(parts, of_applied):
+        variables_of_each = (applied.variables for applied in structure.applied)
+        for (earlier, squares, (gradients, scale)), variables in zip(parts, variables_of_each):
             norm = squared_norm(gradients, variables, scale) / divisor**2
             squares = squares._replace(total=squares.total * sums.unit)
             after.append(averaged(earlier, decay, squares, weight, norm))
@@ -135,15 +136,15 @@ class Updates:
         """Make the update of a window.
 
         Args:
-            structure: what is known of its sums.
-            sums: what its microbatches have come to, which is not to be used again.
-            counters: those of the windows before.
+            structure: facts about the step.
+            sums: sums of the window, consumed by the update.
+            counters: counters of the windows before.
 
         Returns:
-            The counters with it.
+            The counters after this window.
         """
         update = self._backend.compiled(
-            ("update", id(structure)),  # which is kept
+            ("update", id(structure)),  # the structure is kept, so its id stays unique
             functools.partial(self._update, structure),
             ["trainable", "non_trainable", "optimizer"],
             updates=["trainable", "optimizer"],
@@ -154,7 +155,7 @@ class Updates:
         return counted
 
     def _joined(self, gradient: Any, unit: Any) -> Any:
-        """Return a gradient of a window, sparse ones with all of their rows in a unit."""
+        """Return a gradient of a window; for a sparse one, join all of its rows in one unit."""
         return self._backend.joined(gradient, unit) if is_list(gradient) else gradient
 
     def _update(
@@ -171,40 +172,40 @@ class Updates:
         has_lost = others.has_lost
         if others.total is not None:
             has_lost = has_lost & (others.total != 0)
-        lost, unlike = (ops.cast(is_so, "int32") for is_so in (has_lost, others.has_unlike))
+        lost, unlike = (ops.cast(flag, "int32") for flag in (has_lost, others.has_unlike))
         return count(others, counters)._replace(
             lost=counters.lost + lost, unlike=counters.unlike + unlike
         )
 
     @functools.cached_property
     def overwrites(self) -> bool:
-        """Whether gradients overwrite a variable of the model, such as the scale of a float8 layer,
-        which remembers how large gradients are."""
+        """Whether a "gradient" overwrites a variable, such as the scale of a float8 layer."""
         return any(map(overwrites, self._model.variables))
 
     def look_at_scale(self, structure: Structure, sums: Sums) -> None:
-        """Warn if gradients that overwrite variables were not scaled as those of the full batch."""
+        """Warn if gradients that overwrite variables have another scale than on the full batch."""
         if not self.overwrites:
             return
-        found = [v.path for a in structure.applied for v in a.variables if overwrites(v)]
-        for of_one in self._backend.each(sums) if found else ():
-            total = 1.0 if of_one.total is None else float(of_one.total)
+        paths = [v.path for a in structure.applied for v in a.variables if overwrites(v)]
+        for replica_sums in self._backend.each(sums) if paths else ():
+            total = 1.0 if replica_sums.total is None else float(replica_sums.total)
             if total and abs(total - 1.0) > 1e-6:
-                self._model._warn_once(messages.rescaled_message(found))
+                self._model._warn_once(messages.rescaled_message(paths))
 
     @functools.cached_property
     def scaled_optimizers(self) -> list[Any]:
-        """The optimizers that scale a loss until gradients overflow."""
+        """The optimizers that scale losses until gradients overflow."""
         return [o for o in self._backend.optimizers() if hasattr(o, "dynamic_scale")]
 
     def _checking(self) -> AbstractContextManager[None]:
-        """Return a context in which a gradient is not finite where that of the full batch overflows
-        in float16: those of microbatches are smaller, and are summed in float32.
+        """Return a context in which overflow in float16 is detected as on the full batch.
+
+        Gradients of microbatches are smaller, and summed in float32, so they may not overflow.
         """
         return self._checks.of(self.scaled_optimizers)
 
     @functools.cached_property
-    def _half(self) -> set[int]:
+    def _float16_ids(self) -> set[int]:
         """The ids of the variables that layers read in float16."""
         return {id(v) for layer in layers_in(self._model) for v in read_in_float16(layer)}
 
@@ -213,17 +214,13 @@ class Updates:
             variables = variables_to_train(optimizer)
             if len(gradients) == len(variables):
                 pairs = zip(gradients, variables)
-                gradients = [_in_float16(g) if id(v) in self._half else g for g, v in pairs]
+                gradients = [_in_float16(g) if id(v) in self._float16_ids else g for g, v in pairs]
             return check_finite(gradients)
 
         return check
 
     def whole(self, size: int, data: Any) -> Any:
-        """Run the step as it is on a full batch, with its calls of layers by microbatches.
-
-        Returns:
-            Its logs.
-        """
+        """Run the step on a full batch, with its layer calls split, and return its logs."""
         function = functools.partial(self._whole, size)
         run = self._backend.compiled(("whole", size), function, [], updates=GROUPS)
         return run(self._backend.as_traced(data))
@@ -235,17 +232,17 @@ class Updates:
         return logs
 
     def after_update(self) -> None:
-        """Do what the model does once per update."""
+        """Call the model's `on_update`, once per update."""
         if self._model._on_update is not None:
             self._model._on_update()
 
 
 def _in_float16(gradient: Any) -> Any:
-    if gradient is None or hasattr(gradient, "dense_shape"):  # sparse: its rows are not summed
+    if gradient is None or hasattr(gradient, "dense_shape"):  # sparse gradients are not summed
         return gradient
     return ops.cast(gradient, "float16")
 
 
 def count(sums: Sums, counters: Counters) -> Counters:
-    """Return counters with the microbatches that a window has left out."""
+    """Return counters with the skipped microbatches of a window added."""
     return counters._replace(skipped=counters.skipped + sums.num_skipped)

@@ -1,58 +1,57 @@
 """The weight of a microbatch in its window: the algebra.
 
-Plain Keras on the whole window minimizes one loss over all its rows. The rows arrive in
-microbatches i, and the gradient of the whole has to be put together from the gradients of the
-parts. How, follows from the reduction of the compiled loss. With v the loss values before
-reduction, s the sample weights, m the mask (1 for valid entries), and all sums running over one
-microbatch:
+Plain Keras minimizes one loss over all samples of the full batch. They arrive in microbatches i,
+whose gradients must be combined into that of the full batch. How depends on the reduction of the
+compiled loss. With v the loss values before reduction, s the sample weights, m the mask (1 for
+valid entries), and all sums over one microbatch:
 
-    reduction                            loss L_i                 whole window
+    reduction                            loss L_i                 full batch
     mean, sum_over_batch_size            sum(v*s) / n             sum_i(n_i * L_i) / sum_i(n_i)
     the same with a mask                 sum(v*s*m) / sum(m)      the same with n_i = sum(m)
     mean_with_sample_weight              sum(v*s*m) / sum(s*m)    the same with n_i = sum(s*m)
     sum, none                            sum(v*s*m)               sum_i(L_i)
 
-n is the number of loss values: rows times the positions of a row. The first three are means, and
-the weight of a microbatch is its own denominator, so w_i * L_i is a plain sum again and one
-division by sum_i(w_i) is left for the end. The fourth is additive: nothing is divided. (Where a
-denominator is zero, Keras makes the loss zero; sample weights of both signs that cancel out within
-a microbatch therefore lose it, and are the one case in which the algebra does not hold.)
+n is the number of loss values: samples times positions per sample. The first three are means. The
+weight of a microbatch is its denominator, so w_i * L_i is a sum, and one division by sum_i(w_i)
+remains. The fourth is additive: nothing is divided. (Where a denominator is zero, Keras makes the
+loss zero. So sample weights of both signs that cancel within a microbatch lose its loss: the one
+case in which the algebra does not hold.)
 
-Terms beside the compiled loss:
+Other terms:
 
-* Weight regularizers depend on no rows, so every microbatch has the same one. In a window of
-  means it takes part like everything else: sum_i(w_i * r) / sum_i(w_i) = r. In a window of sums it
-  is counted with the first microbatch only. Where all w_i are zero (masked, say), the loss of plain
-  Keras is r. So beside a regularizer a weight of zero counts as one too small to change a sum.
-* Activity regularizers are means over rows since Keras 3.14, and a scalar of `add_loss` is taken as
-  one. A tensor of `add_loss` that is no scalar is summed by Keras, and counts as a sum.
+* Weight regularizers depend on no samples, so every microbatch has the same one. In a window of
+  means it is weighted like the loss: sum_i(w_i * r) / sum_i(w_i) = r. In a window of sums it counts
+  in the first microbatch only. If all w_i are zero (fully masked, say), the loss of plain Keras is
+  r. So next to a regularizer, a zero weight is replaced by one too small to change a sum.
+* Activity regularizers are means over samples since Keras 3.14, and scalars of `add_loss` are
+  treated as means. Keras sums a tensor of `add_loss` that is not a scalar, so it counts as a sum.
 
-A model adds its terms up before one gradient is taken, so one weight has to serve them all. It does
-wherever the terms' weights are proportional to one another within the window: two outputs without
-mask, an activity regularizer beside a mean over rows. Where they are not (two outputs with
-different masks, a mask beside an activity regularizer) no single sum of gradients can give the
-result, unless the terms' weights in the whole window, W_t = sum_i(w_ti), are known before the first
-gradient. They are where the window is one batch that is split, with n_i of its N rows in microbatch
-i. The microbatches then are weighted by rows, and each term is multiplied first:
+A model adds its terms before one gradient is taken, so one weight has to serve them all. It does if
+the terms' weights are proportional to one another within the window: two outputs without masks, an
+activity regularizer next to a mean over samples. If they are not (two outputs with different masks,
+a mask next to an activity regularizer), no single sum of gradients is exact, unless the terms'
+weights in the full batch, W_t = sum_i(w_ti), are known before the first gradient. They are if the
+window is one batch that is split, with n_i of its N samples in microbatch i. Then microbatches are
+weighted by samples, and each term is multiplied first:
 
     sum_i(n_i * sum_t(w_ti / W_t * N / n_i * L_ti)) / N = sum_t(sum_i(w_ti * L_ti) / W_t)
 
-and for a sum w_ti / W_t is 1.
+where w_ti / W_t is 1 for a sum.
 
-Replicas r of a `tf.distribute` strategy have microbatches of their own, and an optimizer adds up
-what they give it. Under a strategy Keras divides a loss that is a mean by the number of replicas R,
-and does not divide a sum. With gradients g_ri of such losses the update is, for means,
+Each replica r of a `tf.distribute` strategy has its own microbatches, and the optimizer sums the
+gradients of all replicas. Under a strategy, Keras divides a loss that is a mean by the number of
+replicas R, and does not divide a sum. With gradients g_ri of such losses, the update is, for means,
 
     g = sum_r(sum_i(w_ri * g_ri)) / (sum_r(sum_i(w_ri)) / R)
 
-The R cancels, and what is left is the mean over all microbatches of all replicas, however different
-their weights. So each replica divides its own sum by the mean over replicas of the weights, and the
-optimizer's sum is the rest. Sums are just added up. W_t is not known there, and terms whose weights
-are not proportional are told.
+R cancels, which leaves the mean over all microbatches of all replicas, whatever their weights. So
+each replica divides its sum by the mean of the weights over replicas, and the optimizer sums the
+quotients. Sums are only added. W_t is not known there, so terms whose weights are not proportional
+cause a warning.
 
-Over several batches, the first mean is exact, the other means are
-averaged with its weights, and sums beside a mean are scaled so that they are exact in full windows
-of equal batches. A warning tells.
+Over several batches, the first mean is exact, the other means are averaged with its weights, and
+sums next to a mean are scaled so that they are exact in full windows of equal batches. A warning
+names the terms.
 """
 
 from __future__ import annotations
@@ -67,12 +66,13 @@ class Term(NamedTuple):
     """One term of a model's loss.
 
     Attributes:
-        name: what messages call it.
-        weight: scalar tensor, or None where the term is a sum.
+        name: name for messages.
+        weight: scalar tensor, or None if the term is a sum.
         kind: terms of equal kind have proportional weights.
-        value: the term as it stands in the total.
-        is_product: whether it is one number for all rows, times the mean or sum of their weights.
-        lost: bool scalars, each whether it was made zero because it was divided by zero.
+        value: the term as it enters the total loss.
+        is_product: whether it is one number for all samples, times the mean or sum of their
+            weights.
+        lost: bool scalars, whether it was made zero because it was divided by zero.
     """
 
     name: str
@@ -87,10 +87,10 @@ class FullBatch(NamedTuple):
     """The batch that a microbatch is a part of.
 
     Attributes:
-        rows: its rows, a float64 scalar tensor.
+        rows: number of its samples, a float64 scalar tensor.
         is_window: whether it makes an update of its own.
-        weights: function that returns the weights that the terms of the compiled loss have in it,
-            float64 scalar tensors, zero for sums.
+        weights: returns the weights of the compiled loss's terms in the batch: float64 scalar
+            tensors, zero for sums.
     """
 
     rows: Any
@@ -99,14 +99,14 @@ class FullBatch(NamedTuple):
 
 
 class LossTerms(NamedTuple):
-    """What the terms of one microbatch's loss ask for.
+    """The weight that serves the terms of one microbatch's loss, and how to correct the others.
 
     Attributes:
-        weight: scalar tensor, the microbatch's weight, or None where the window is a plain sum.
-        factors: terms that have to be multiplied to live with that weight: value and factor.
-        regularization: values of the weight regularizers where the window is a plain sum.
+        weight: scalar tensor, weight of the microbatch, or None if the loss is a sum.
+        factors: terms to multiply because of that weight: pairs of value and factor.
+        regularization: values of the weight regularizers if the loss is a sum.
         exact: names of the terms that `weight` serves.
-        mismatch: names of the terms that it does not.
+        mismatch: names of the terms that it does not serve.
     """
 
     weight: Any | None
@@ -116,12 +116,12 @@ class LossTerms(NamedTuple):
     mismatch: list[str]
 
     def fold(self, loss: Any, relative_weight: Any, is_first: Any) -> Any:
-        """Return `loss` as it enters a sum over microbatches.
+        """Return the loss as it enters a sum over microbatches.
 
         Args:
             loss: the total loss.
             relative_weight: scalar tensor, `weight` in the sum's unit.
-            is_first: bool scalar tensor, whether this microbatch is the first one.
+            is_first: bool scalar tensor, whether this microbatch is the first of its window.
         """
         if self.weight is not None:
             for value, factor in self.factors:
@@ -134,7 +134,7 @@ class LossTerms(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the gradient of the total needs no more than its weight."""
+        """Whether the total loss only needs its weight."""
         return not self.factors and not self.regularization
 
 
@@ -146,20 +146,19 @@ def combine(
     steps: Any,
     whole: FullBatch | None = None,
 ) -> LossTerms:
-    """Find the weight that serves a microbatch's terms.
+    """Find the weight that serves the terms of a microbatch.
 
     Args:
-        terms: the terms of the compiled losses that were computed.
-        additional: losses that the model's layers added: the scalar, and whether Keras made it by
-            summing.
+        terms: terms of the computed compiled losses.
+        additional: losses that layers added: each a scalar, and whether it is a sum over samples.
         regularization: values of the weight regularizers.
-        rows: scalar tensor, rows of the microbatch.
-        steps: scalar tensor, parts of equal weight that the window has: batches with `whole`,
-            else microbatches.
-        whole: the batch, where the microbatch is a part of one that is known to count whole.
+        rows: scalar tensor, samples of the microbatch.
+        steps: scalar tensor, parts of equal weight in the window: batches if `whole` is given,
+            otherwise microbatches.
+        whole: the batch that the microbatch is a part of, if all of it counts.
 
     Raises:
-        ValueError: a loss with reduction None or "none" is combined with another.
+        ValueError: if a loss with reduction None or "none" is combined with another.
     """
     name = "add_loss or activity_regularizer"
     compiled = terms
@@ -195,15 +194,15 @@ def combine(
                 factors.append((term.value, share * parts))
         weight = rows
         if not whole.is_window:
-            of_first = [total for term, total in zip(compiled, totals) if term is first]
-            weight = (of_first[0] if of_first else whole.rows) / parts
+            first_totals = [total for term, total in zip(compiled, totals) if term is first]
+            weight = (first_totals[0] if first_totals else whole.rows) / parts
     if whole.is_window:
         return LossTerms(weight, factors, [], [*exact, *mismatch], [])
     return LossTerms(weight, factors, [], exact, mismatch)
 
 
 def rule(weight: Any, regularization: list[Any]) -> LossTerms:
-    """Return the terms for a rule of the user's own: a weight, or "sum"."""
+    """Return the terms for a custom rule: a weight, or "sum"."""
     if isinstance(weight, str):
         if weight != "sum":
             raise ValueError(_bad_rule_message(weight))

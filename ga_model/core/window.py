@@ -1,4 +1,4 @@
-"""The open window of a model: the count of its batches, and the sums of its microbatches."""
+"""The open window of a model: its number of batches, and the sums of its microbatches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ga_model.core.statistics import Moments
 
 
 class Amount(NamedTuple):
-    """The sum of a logged number over microbatches: scalars.
+    """The weighted sum of a logged number over microbatches: scalars.
 
     Attributes:
-        numerator, denominator: of their mean, or sum.
-        count: what a metric counts it as, summed.
-        num_added: microbatches that have counted.
+        numerator, denominator: sums whose quotient is the mean, or sum, of the number.
+        count: sum of the counts for the metric.
+        num_added: number of microbatches that counted.
     """
 
     numerator: Any
@@ -28,24 +28,24 @@ class Amount(NamedTuple):
     num_added: Any
 
     def plus(self, other: Amount) -> Amount:
-        """Return both."""
+        """Return the sum of both."""
         return Amount._make(a + b for a, b in zip(self, other))
 
     def value(self) -> Any:
-        """Return the mean or sum, or zero of nothing."""
+        """Return the mean or sum, or zero if nothing was added."""
         return _numbers.share(self.numerator, self.denominator)
 
 
 class Rows(NamedTuple):
-    """A sparse gradient: that of a table, of which some rows were looked up. TensorFlow has such.
+    """A sparse gradient: rows of a table that were looked up. Only TensorFlow has these.
 
-    Keras's optimizers treat each row of it by itself, also where several are of one index. So those
-    of a window are the rows of all microbatches.
+    Keras's optimizers treat each row separately, including several rows of one index. So a window
+    keeps the rows of all microbatches, and sums none.
 
     Attributes:
-        values: of the rows, in `unit`.
-        indices: of the rows in the table.
-        unit: scalar, as `Sums` has it.
+        values: values of the rows, in `unit`.
+        indices: indices of the rows in the table.
+        unit: scalar, see `Sums`.
     """
 
     values: Any
@@ -54,17 +54,17 @@ class Rows(NamedTuple):
 
 
 class Positions(Rows):
-    """The same where as many rows are looked up for any number of samples, such as positions.
+    """Rows whose number does not depend on the number of samples, such as those of positions.
 
     If all microbatches of a window have the same indices, the full batch has each row once.
     """
 
 
 class Largest(NamedTuple):
-    """What is to overwrite a variable, such as the scale of a float8 layer.
+    """A value that overwrites a variable, such as the scale of a float8 layer.
 
-    Keras passes it on as the gradient of the variable. The largest of a window is that of all its
-    samples. It has no weight.
+    Keras passes it as the gradient of the variable. The largest value of a window is that of all
+    its samples. It has no weight.
 
     Attributes:
         values: the tensor.
@@ -73,32 +73,32 @@ class Largest(NamedTuple):
     values: Any
 
     def plus(self, other: Largest, _: Any = None, counts: Any = True) -> Largest:
-        """Return the larger value, without a microbatch of no weight, which may not be finite."""
-        larger, known = ops.maximum(self.values, other.values), ops.isfinite(other.values)
-        finite = ops.where(known, larger, self.values)
+        """Return the larger value. That of a microbatch of weight 0 counts only if it is finite."""
+        larger, is_finite = ops.maximum(self.values, other.values), ops.isfinite(other.values)
+        finite = ops.where(is_finite, larger, self.values)
         return Largest(_numbers.where(counts, larger, finite))
 
 
 class Sums(NamedTuple):
-    """The sums of one microbatch, or of those of a window.
+    """The sums of one microbatch, or of a window.
 
     Attributes:
-        gradients: one for each trainable variable, float32 or its wider dtype, each times the
-            weight of its microbatch in `unit`; None where it has none. Of a window, a tuple of the
-            `Rows` of its microbatches where it is sparse.
-        total: scalar, the sum of these weights, or None where the loss is a sum.
-        unit: scalar, what weights are counted in: the heaviest so far times a power of two near
-            the number of microbatches; zero before the first.
-        num_counted, num_skipped: int32 scalars, microbatches that count, and others.
-        has_lost: bool scalar, whether one had a term that was made zero because it was divided by
+        gradients: one per trainable variable, in float32 or its wider dtype, weighted in `unit`;
+            None if there is none. A sparse gradient of a window is a tuple of the `Rows` of its
+            microbatches.
+        total: scalar, sum of the weights in `unit`, or None if the loss is a sum.
+        unit: scalar, unit of the weights: the largest weight so far times a power of two near the
+            number of microbatches; zero before the first.
+        num_counted, num_skipped: int32 scalars, microbatches that count, and that were skipped.
+        has_lost: bool scalar, whether a term was zero in a microbatch because it was divided by
             zero.
-        num_news: scalar, how many showed what no trial of the step has.
-        moments: of the calls of BatchNormalization layers, in their order.
-        amounts: of the numbers that metrics get, in their order.
-        squares: what they tell of the noise of gradients, of each optimizer, if it is measured.
-        entries: scalars, the loss values of each term that averages over all of them, where there
-            are several; of a window, those of its first microbatch.
-        has_unlike: bool scalar, whether these are in another proportion in a microbatch.
+        num_news: scalar, microbatches that showed what no trial of the step has.
+        moments: moments of the calls of BatchNormalization layers, in order.
+        amounts: amounts of the numbers for metrics and logs, in order.
+        squares: contributions to the gradient noise per optimizer, if it is measured.
+        entries: scalars, number of loss values of each unmasked mean, if there are several; for a
+            window, those of its first microbatch.
+        has_unlike: bool scalar, whether their proportions differ in another microbatch.
     """
 
     gradients: list[Any]
@@ -116,18 +116,18 @@ class Sums(NamedTuple):
 
     @classmethod
     def of_nothing(cls, num_gradients: int, is_sum: bool = False) -> Sums:
-        """Return the sums before the first microbatch, of so many variables."""
+        """Return the sums of `num_gradients` variables before the first microbatch."""
         total = None if is_sum else 0.0
         return cls([None] * num_gradients, total, 0.0, 0, 0, False, 0, [], [])
 
     def plus(self, other: Sums) -> Sums:
-        """Return the sum of both. The unit of `other`, which came later, is not the smaller."""
+        """Return the sum of both. `other` comes later, and its unit is at least as large."""
         shrink = shrinkage(self.unit, other.unit)
         if self.total is None:
             gradients = [_sum(a, b, 1.0) for a, b in zip(self.gradients, other.gradients)]
             total = None
         else:
-            counts = other.total != 0  # else it is left out, and not multiplied: it may be NaN
+            counts = other.total != 0  # not multiplied by 0: gradients may be NaN
             gradients = [
                 _sum(a, b, shrink, counts) for a, b in zip(self.gradients, other.gradients)
             ]
@@ -147,21 +147,21 @@ class Sums(NamedTuple):
         )
 
     def _compared(self, other: Sums) -> tuple[tuple[Any, ...], Any]:
-        """Return the entries of the first microbatch, and whether those of another are unlike."""
+        """Return the entries of the first microbatch, and whether those of another differ."""
         if not self.entries or not other.entries:
             return self.entries or other.entries, self.has_unlike
         before, after, has_unlike = self.entries, other.entries, self.has_unlike
-        for mine, others in zip(before[1:], after[1:]):
-            # Never if there was none before.
-            has_unlike = has_unlike | (mine * after[0] != others * before[0])
-        is_none = self.num_counted == 0
-        return tuple(_numbers.where(is_none, b, a) for a, b in zip(before, after)), has_unlike
+        for count, other_count in zip(before[1:], after[1:]):
+            # Entries of a window without microbatches are zero, and never differ.
+            has_unlike = has_unlike | (count * after[0] != other_count * before[0])
+        is_empty = self.num_counted == 0
+        return tuple(_numbers.where(is_empty, b, a) for a, b in zip(before, after)), has_unlike
 
     def counted(self) -> Sums:
-        """Return these sums of a microbatch as those of a window that has no others."""
+        """Return the sums of one microbatch as those of a window."""
         gradients = self.gradients
         if self.total is not None:
-            counts = self.total != 0  # else its gradients may be NaN
+            counts = self.total != 0  # gradients of weight 0 may be NaN
             gradients = [
                 with_values(g, lambda v: _numbers.where(counts, v, ops.zeros_like(v)))
                 for g in gradients
@@ -170,11 +170,9 @@ class Sums(NamedTuple):
         return self._replace(gradients=gradients)
 
     def mean(self, variables: list[Any]) -> list[Any]:
-        """Return the gradients of the update, in the dtypes of the variables.
+        """Return the gradients of the update, in the dtypes of the variables, consuming the sums.
 
-        The sums are not to be used again.
-
-        Those of a window without any weight are zero, as plain Keras's are.
+        They are zero in a window of weight 0, as in plain Keras.
         """
         divisor: Any = 1.0
         if self.total is not None:
@@ -186,24 +184,24 @@ class Sums(NamedTuple):
         return [mean(g, v.dtype) for g, v in zip(self.gradients, variables)]
 
     def without_rows(self) -> Sums:
-        """Return the sums without rows, which are not summed."""
+        """Return the sums without sparse rows, which are not summed."""
         is_sparse = [isinstance(g, Rows) or is_list(g) for g in self.gradients]
         pairs = zip(self.gradients, is_sparse)
         return self._replace(gradients=[() if sparse else g for g, sparse in pairs])
 
 
 def shrinkage(unit: Any, later: Any) -> Any:
-    """Return the factor that takes sums from one unit to a later one, which is no smaller."""
+    """Return the factor that converts sums from one unit to a later one, at least as large."""
     return _numbers.where(unit == 0, 1.0, _numbers.share(unit, later))
 
 
 def _sum(a: Any, b: Any, *args: Any) -> Any:
-    """Return a sum with what a microbatch adds, as `_numbers.added` has it."""
+    """Add the gradient `b` of a microbatch to the sum `a` of a window by `_numbers.added`."""
     if isinstance(b, Rows):
         if a is None or is_list(a):
             return (*(a or ()), b)
         b = _numbers.dense(b.values, b.indices, a.shape)
-    if isinstance(a, tuple) and not a:  # rows, which are behind
+    if isinstance(a, tuple) and not a:  # its rows are kept elsewhere
         return b
     if a is None or b is None:
         return b if a is None else shrunk(a, args[0])
@@ -213,26 +211,26 @@ def _sum(a: Any, b: Any, *args: Any) -> Any:
 
 
 def shrunk(total: Any, shrink: Any) -> Any:
-    """Return a sum, or None, in a later unit. Rows keep their own."""
+    """Return a sum, or None, in a later unit. Rows keep their own unit."""
     if is_list(total):
         return total
     return with_values(total, lambda values: values * _numbers.like(values, shrink))
 
 
 def is_list(gradient: Any) -> bool:
-    """Return whether a gradient is that of several microbatches, whose rows are not summed."""
+    """Return whether a gradient is a tuple of sparse ones, whose rows are not summed."""
     return type(gradient) is tuple
 
 
 def values_of(gradient: Any) -> Any:
-    """Return the values of a gradient, sparse or not."""
+    """Return the values of a dense or sparse gradient."""
     return gradient.values if isinstance(gradient, (Rows, Largest)) else gradient
 
 
 def with_values(gradient: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a gradient, sparse or not, with a function of its values; or None.
+    """Return a gradient, dense or sparse, with a function applied to its values, or None.
 
-    What overwrites a variable is as it is.
+    A value that overwrites a variable is unchanged.
     """
     if isinstance(gradient, Largest):
         return gradient
@@ -245,15 +243,14 @@ class Window:
     """Counts batches, and holds their sums.
 
     Args:
-        steps: batches that fill it.
+        steps: batches per window.
 
     Attributes:
-        steps: batches that fill the open window, or the next one.
-        num_batches: batches that no update has used yet.
-        sums: what its microbatches have come to, or None before the first.
-        held: of its microbatches, where they may be tried, the first samples, or all if they are
-            few, and `num_news` of the sums up to each.
-        was_full: whether a window has been full.
+        steps: batches of the open window, or of the next one.
+        num_batches: batches that wait for the update.
+        sums: sums of the microbatches, or None before the first.
+        held: samples of each microbatch for a trial, and `num_news` of the sums after it.
+        was_full: whether any window was full so far.
     """
 
     def __init__(self, steps: int) -> None:
@@ -268,28 +265,28 @@ class Window:
             self.steps = accumulation_steps
 
     def discard(self) -> None:
-        """Begin the next window, and drop this one."""
+        """Discard this window, and begin the next one."""
         self.steps = self._next_steps
         self.sums: Sums | None = None
         self.num_batches = 0
-        self.applied: list[Any] | None = None  # what the last step has applied
+        self.applied: list[Any] | None = None  # optimizers that the last step applied
         self.held: list[tuple[Any, Any]] = []
 
     def hold(self, data: Any, num_news: Any) -> None:
-        """Hold samples of a microbatch."""
+        """Hold the first samples of a microbatch, or all if there are few."""
         rows = num_rows(data)
         self.held.append((part_of(data, 0, rows if rows <= 8 else 5), num_news))
 
     def samples_with_news(self) -> list[Any]:
-        """Return samples of a microbatch with news, if there is one, and then of the others."""
-        numbers = [int(num_news) for _, num_news in self.held]
-        if not numbers or not numbers[-1]:
+        """Return samples of a microbatch with news, then of the others, or [] if none has news."""
+        counts = [int(num_news) for _, num_news in self.held]
+        if not counts or not counts[-1]:
             return []
-        is_news = [now > before for before, now in zip([0, *numbers], numbers)]
-        first = is_news.index(True)
-        others = [place for place in range(len(numbers)) if place != first]
-        others.sort(key=lambda place: is_news[place])
-        return [self.held[place][0] for place in (first, *others)]
+        is_news = [now > before for before, now in zip([0, *counts], counts)]
+        first_index = is_news.index(True)
+        others = [index for index in range(len(counts)) if index != first_index]
+        others.sort(key=lambda index: is_news[index])
+        return [self.held[index][0] for index in (first_index, *others)]
 
     def end_batch(self) -> bool:
         """Count a batch, and return whether it fills the window."""
@@ -299,5 +296,5 @@ class Window:
         return is_full
 
     def is_open(self) -> bool:
-        """Return whether there are batches that no update has used yet."""
+        """Return whether batches wait for the update."""
         return self.num_batches > 0
