@@ -1,4 +1,4 @@
-"""Compare windows that were tried: what microbatches weigh, and whether all comes out the same."""
+"""Compare the windows of a trial: find the weights of microbatches, and what still differs."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from ga_model.core.proof.weighing import Watched, Weighing
 from ga_model.core.proof.windows import Outcome, Window, norm_of
 
 _ORDER = "the order of updates"
-_TOLERANCE = 2e-4  # relative, of what many operations make of rounding in float32
+_TOLERANCE = 2e-4  # relative; covers rounding that many float32 operations have amplified
 
 
 class Judge:
-    """Compares windows: within few roundings, and where they differ by more, within as much as
-    rounding does to the full batch.
+    """Compares windows. A few roundings count as equal. If there is more, so does the measured
+    effect of rounding on the full batch.
 
     Args:
-        runner: what has run them.
-        tried: the windows, with the same samples.
-        assumed: what microbatches were weighed by so far, or None.
+        runner: the runner of the windows.
+        tried: windows of the same samples.
+        assumed: the weighing that training has used so far, or None.
     """
 
     def __init__(
         self, runner: StepRunner, tried: Sequence[Window], assumed: Weighing | None = None
     ) -> None:
         self.runner = runner
-        # How much more rounding may do than one of each weight. Half precision rounds far more.
+        # Tolerated multiple of the effect of rounding weights, which half precision makes larger.
         self._factor = 10.0 if runner.rounding == runner.epsilon else 4.0
         self._windows = tried if runner.is_folded else [w.as_unfolded() for w in tried]
-        self._has_noise = False  # whether rounding was measured
-        self._sizes: dict[tuple[int, int], list[float]] = {}  # of gradients, by window and place
+        self._has_noise = False  # whether the effect of rounding is measured
+        self._sizes: dict[tuple[int, int], list[float]] = {}  # norms of gradients, a cache
         self._outcomes = _outcomes(self._windows)
         self._candidates = list(candidates(self._windows, runner.has_own_loss, runner.of_shapes))
         has_weight = all(outcome.seen.of_loss is not None for outcome in self._outcomes)
@@ -46,23 +46,23 @@ class Judge:
 
     @functools.cached_property
     def _norms(self) -> list[float]:
-        """The norms of all gradients, by window."""
+        """The norm of all gradients of each window."""
         of_windows = ([g for g in w.whole.gradients if g is not None] for w in self._windows)
         return list(map(norm_of, of_windows))
 
     @property
     def is_moved(self) -> bool:
-        """Whether there are gradients other than zero."""
+        """Whether any gradient is nonzero."""
         return any(window.is_moved for window in self._windows)
 
     @functools.cached_property
     def verdict(self) -> Verdict:
-        """The verdict. An assumed weighing is kept if it is exact."""
+        """The verdict, with the assumed weighing if it is exact."""
         found: Verdict = self._judged(self._verdict, lambda found: found.is_exact)
         return found
 
     def _judged(self, judge: Callable[[], Any], is_good: Callable[[Any], bool]) -> Any:
-        """Return a judgement, with rounding measured only if it is not good otherwise."""
+        """Return a judgement. The costly effect of rounding is measured only if it is not good."""
         self._has_noise = self.runner.rounding > self.runner.epsilon
         if not is_good(found := judge()) and not self._has_noise:
             self._has_noise = True
@@ -109,7 +109,7 @@ class Judge:
         )
 
     def agrees(self, known: Verdict) -> bool:
-        """Return whether all comes out as it was found before."""
+        """Return whether these windows agree with an earlier verdict."""
         return bool(self._judged(functools.partial(self._agrees, known), bool))
 
     def _agrees(self, known: Verdict) -> bool:
@@ -127,7 +127,7 @@ class Judge:
         )
 
     def _watched(self, weighing: Weighing) -> Iterator[Watched]:
-        """Yield the scalars that were the same in all outcomes, or went with their weight."""
+        """Yield the scalars that were constant in all outcomes, or proportional to the weight."""
         outcomes, weights = self._outcomes, np.ones(len(self._outcomes))
         if weighing.source not in ("loss", "sum"):
             weights = np.asarray([_weight(weighing, outcome) for outcome in outcomes])
@@ -140,7 +140,7 @@ class Judge:
                     break
 
     def kinds(self) -> Kinds:
-        """Return which losses of the user's own are means or sums over samples."""
+        """Return which of the user's own losses are means over samples, and which are sums."""
         first = self._windows[0].whole
         compiled = ((n, self._kind(_entry("compiled", n))) for n in sorted(first.compiled))
         added = (self._kind(_entry("added", place)) for place in range(len(first.added)))
@@ -155,10 +155,9 @@ class Judge:
         return "mean" if is_mean else "sum" if is_sum else ""
 
     def _gradients_off(self, weighing: Weighing) -> dict[str, float]:
-        """Return how much gradients differ that are put together by a weighing, by variable.
+        """Return relative differences of gradients that are summed by a weighing, by variable.
 
-        That is in the first window where they do: the first of all starts from the weights as they
-        are.
+        Each is of the first window that differs, since the first starts from the actual weights.
         """
         found: dict[str, float] = {}
         for window, everything in zip(self._windows, self._norms):
@@ -191,7 +190,7 @@ class Judge:
         return self._off(total, whole, floor, norm_of([whole]))
 
     def _values_off(self, weighing: Weighing) -> dict[str, float]:
-        """Return how much variables differ after the one update, by name."""
+        """Return relative differences of variables after the update, by name."""
         runner, found = self.runner, dict[str, float]()
 
         def compare(place: int, value: Any, floor: float, size: float) -> None:
@@ -213,7 +212,7 @@ class Judge:
                     left[place] = left[place] - rate * _total(shares, parts)
             for place in window.whole.counters:
                 left[place] = left[place] + 1
-            for place, value in window.whole.at_updates.items():  # of windows it is what is left
+            for place, value in window.whole.at_updates.items():  # a window updates after its parts
                 size = norm_of([value])
                 compare(place, value, 100 * runner.epsilon * size, size)
             for place, value in enumerate(window.whole.values):
@@ -227,7 +226,7 @@ class Judge:
         return found
 
     def _reduction(self, get: Callable[[Outcome], Any]) -> Weighing | None:
-        """Return the weighing that makes a number of all from those of the parts, or None."""
+        """Return the weighing that gives the full batch's number from those of parts, or None."""
         for weighing in (LAST, *self._candidates):
             if all(self._fits(window, weighing, get) for window in self._windows):
                 return weighing
@@ -249,16 +248,16 @@ class Judge:
         return not self._off(total, whole, floor, norm_of([whole]))
 
     def _noise(self, window: Window, get: Callable[[Outcome], Any]) -> float:
-        """Return how much rounding may change a number of all samples, if it was measured."""
+        """Return the tolerated effect of rounding on a number of the full batch, if measured."""
         if not self._has_noise:
             return 0.0
         whole, rounded = (np.asarray(get(o), "float64") for o in (window.whole, window.rounded()))
         return self._factor * norm_of([rounded - whole])
 
     def _off(self, found: Any, expected: Any, floor: float, size: float) -> float:
-        """Return a relative difference, or zero if it is what rounding makes."""
+        """Return a relative difference, or zero if rounding explains it."""
         found, expected = (np.asarray(value, "float64") for value in (found, expected))
-        if np.array_equal(found, expected, equal_nan=True):  # such as the metric of a constant row
+        if np.array_equal(found, expected, equal_nan=True):  # such as a metric of constant values
             return 0.0
         difference = norm_of([found - expected])
         if not (np.isfinite(difference) and np.isfinite(size)):
@@ -271,19 +270,19 @@ class Judge:
 def candidates(
     tried: Sequence[Window], has_own_loss: bool, of_shapes: Set[str]
 ) -> Iterator[Weighing]:
-    """Yield ways to weigh microbatches, the more telling ones first.
+    """Yield ways to weigh microbatches, the most specific first.
 
-    What the step divides by may be the number of samples by chance, so it comes before that, and
-    before what is assumed of a loss of the user's own. It comes in the order of the step, which is
-    that of the names: what it bounds, before it divides by that.
+    A divisor of the step may equal the number of samples by chance, so divisors come before that
+    number, and before the assumed denominator of a user's own loss. Divisors come in the order of
+    the step, by name: a number before its bound, which the step divides by.
 
     Args:
         tried: windows.
         has_own_loss: whether the loss is the user's own.
-        of_shapes: names of scalars that follow from shapes alone. So they come behind the samples.
+        of_shapes: names of scalars that follow from shapes alone, and come after the samples.
     """
     if all(len(window.parts) == 1 for window in tried):
-        yield Weighing("samples")  # as any other would do
+        yield Weighing("samples")  # any weight is exact
         return
     outcomes = _outcomes(tried)
     known_scalars = sorted(_common_scalars(outcomes))
@@ -296,7 +295,7 @@ def candidates(
     for weighing in (w for source in sources for w in _variants(source, tried)):
         shares = [share for window in tried for share in window.shares(weighing)]
         if weighing.source in of_shapes and 0 in shares:
-            continue  # there are samples, which the step treats otherwise if they are few
+            continue  # a part has samples, but a divisor of 0: the step treats few differently
         if weighing.epsilon and _is_bounded(weighing.source, told, outcomes):
             continue
         is_new = not any(np.allclose(shares, other, rtol=1e-9, atol=0) for other in known)
@@ -311,12 +310,12 @@ def _outcomes(tried: Sequence[Window]) -> list[Outcome]:
 
 
 def _common_scalars(outcomes: Sequence[Outcome]) -> set[str]:
-    """Return the names of the scalars that all outcomes have shown."""
+    """Return the names of the scalars that are in all outcomes."""
     return set.intersection(*(set(outcome.seen.scalars) for outcome in outcomes))
 
 
 def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
-    """Yield what a number may be of the weight of a microbatch: that of the parts adds up."""
+    """Yield the weighings by a number, or by it times the samples, whose weights are additive."""
     plain = Weighing(source)
     each = [[_weight(plain, part) for part in window.parts] for window in tried]
     wholes = [_weight(plain, window.whole) for window in tried]
@@ -327,7 +326,7 @@ def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
     size = 1e-5 * max(map(abs, everything))
     if all(abs(more) <= size for more in extra):
         yield plain
-    # In parts that all have the same, it may be a bound that they are at.
+    # Parts that are all equal may be at a bound, which looks like an epsilon.
     elif min(extra) > size and max(extra) - min(extra) <= size < np.ptp(np.concatenate(each)):
         yield Weighing(source, epsilon=float(np.mean(extra)))
     by_sample = Weighing(source, is_by_sample=True)
@@ -340,7 +339,7 @@ def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
 
 
 def _is_bounded(source: str, told: Sequence[str], outcomes: Sequence[Outcome]) -> bool:
-    """Return whether a number is an earlier one in some outcomes only, such as `maximum(n, 1)`."""
+    """Return whether a number equals an earlier one in some outcomes only, as `maximum(n, 1)`."""
     found = [_weight(Weighing(source), outcome) for outcome in outcomes]
     earlier = (Weighing(name) for name in told if name < source)
     return any(
@@ -354,7 +353,7 @@ def _weight(weighing: Weighing, outcome: Outcome) -> float:
 
 
 def _total(shares: Sequence[float], parts: Sequence[Any]) -> Any:
-    """Return a weighted sum. Parts without weight are left out, as they may be NaN."""
+    """Return a weighted sum, without parts of weight 0, which may be NaN."""
     pairs = [(share, np.asarray(part, "float64")) for share, part in zip(shares, parts)]
     zero = np.zeros_like(pairs[0][1])
     return sum((share * part for share, part in pairs if share), zero)
@@ -369,7 +368,7 @@ def _largest(off: dict[str, float]) -> list[tuple[str, float]]:
 
 
 def _entry(field: str, key: int | str) -> Callable[[Outcome], Any]:
-    """Return a function that returns an entry of a field of an outcome, or None if it has none."""
+    """Return a getter of one entry of a field of an outcome; it gives None if there is none."""
 
     def get(outcome: Outcome) -> Any:
         entries = getattr(outcome, field)
