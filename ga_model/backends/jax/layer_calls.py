@@ -1,6 +1,6 @@
-"""Run a call of a layer by microbatches: a scan of a function that keeps only its inputs.
+"""Run a layer call by microbatches: `jax.lax.scan` over a rematerialized function.
 
-JAX runs it again where it takes gradients, and sums those of the weights in its loop.
+For gradients, JAX runs the function again and sums those of weights in its loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ga_model.core.proof import calls
 from ga_model.core.proof.noted import Draws
 from ga_model.core.statistics import Moments
 
-# Options of XLA for a program that runs few times and takes longer to compile than to run.
+# Options of XLA for a program that runs a few times, and takes longer to compile than to run.
 OF_BRIEF = {"xla_backend_optimization_level": 0}
 
 
@@ -52,7 +52,7 @@ def by_microbatches(split: Split) -> tuple[list[Any], Traced]:
 
 
 def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any]:
-    """Return what runs a function while another one is traced: see `Backend.run_isolated`."""
+    """Return a function that runs a call during a trace: see `Backend.run_isolated`."""
     function = functools.partial(_gradients, call.function) if derives else call.function
     compiled: dict[int, Any] = {}
 
@@ -64,7 +64,7 @@ def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any
         try:
             with jax.ensure_compile_time_eval():
                 found = compiled[end - begin](*arguments)
-        except NotImplementedError:  # of loops, up to JAX 0.6
+        except NotImplementedError:  # raised for loops, up to JAX 0.6
             found = compiled[end - begin].lower(*arguments).compile()(*arguments)
         return list(map(np.asarray, found))
 

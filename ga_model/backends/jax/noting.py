@@ -1,7 +1,7 @@
-"""Run a function, and note the scalars that it may divide by.
+"""Run a function, and record the scalars that it may divide by.
 
-The function is traced to a jaxpr, which is evaluated equation by equation. Only calls of jaxprs
-are looked into; unknown equations are bound as they are.
+The function is traced to a jaxpr, which is evaluated equation by equation. Called jaxprs are
+evaluated the same way; unknown equations are bound unchanged.
 """
 
 from __future__ import annotations
@@ -15,27 +15,25 @@ from jax.extend.core import Literal
 
 from ga_model.core.proof.noted import Draws, Noted
 
-# Equations that call one jaxpr with their inputs, and the parameters that it may be under.
-# What JAX is to recompute (`remat`) is left as it is.
+# Equations that call one jaxpr with their inputs. `remat` is left out: JAX recomputes it.
 _CALLS = {"pjit", "jit", "closed_call", "core_call", "custom_jvp_call"}
 _CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr"}
-# Equations, and the places of inputs that they divide by, or that bound a divisor, as in
-# `x / maximum(n, 1)`.
+# Indices of the inputs that equations divide by, or bound a divisor with: `x / maximum(n, 1)`.
 _DIVIDING = {"div": (1,), "max": (0, 1), "select_n": (1, 2), "integer_pow": (0,), "pow": (0,)}
-# Equations that decide by their first input, and those whose result may be a bound.
+# Equations that branch on their first input, and those whose result may be a bound.
 _DECIDING = {"cond", "select_n"}
 _BOUNDING = {"max", "min", "clamp", "select_n"}
-UNNOTED = "ga_model.unnoted"  # a named scope of what this package computes
-_JAXPRS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+UNNOTED = "ga_model.unnoted"  # named scope of computations of this package
+_JAXPRS = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # names of the parameter that holds it
 
 
 class Noting(Noted):
-    """Evaluates jaxprs, and notes."""
+    """Evaluates the jaxpr of a function, and records scalars."""
 
     _is_unnoted = False
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Return what a function returns for its arguments: nests of arrays."""
+        """Evaluate a function of nests of arrays."""
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
         outputs = self._evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
@@ -82,7 +80,7 @@ class Noting(Noted):
         return outputs
 
     def _place(self) -> None:
-        """Loops are not unrolled."""
+        """Number each equation: loops are not unrolled, so none is passed twice."""
 
     def _look_at(self, name: str, value: Any) -> None:
         is_scalar = not self._is_unnoted and not jnp.shape(value)
@@ -91,13 +89,13 @@ class Noting(Noted):
 
 
 def _is_of_package(equation: Any) -> bool:
-    """Return whether this package computes something, as `JaxBackend.unnoted` marks it."""
+    """Return whether an equation is this package's, as marked by `JaxBackend.unnoted`."""
     source = getattr(equation, "source_info", None)
     return UNNOTED in str(getattr(source, "name_stack", ""))
 
 
 def _bits(draws: Draws, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return random bits: each sample has its own, wherever it is in a batch."""
+    """Return random bits in which a sample has the same ones wherever it is in a batch."""
     key, kind = jax.random.key(draws.next_seed()), draws.kind_of(shape)
     if kind == "by sample":
         every = jax.random.bits(key, (draws.total, *shape[1:]), dtype)

@@ -1,4 +1,4 @@
-"""Try calls of layers by themselves: on other numbers, and without side effects."""
+"""Run layer calls in isolation, for trials: on other values, and without side effects."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _LIBRARIES = ("torch.", "ga_model.")
 
 
 def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any]:
-    """Return a function that runs a call on other numbers: see `Backend.run_isolated`.
+    """Return a function that runs a call on other values: see `Backend.run_isolated`.
 
-    New samples are in the range of those they replace, as they may be indices of tables. Gradients
-    (of samples and trained tensors) are empty unless a custom gradient is found.
+    New samples are in the range of those that they replace, as they may be indices into tables.
+    Gradients (of samples and trained tensors) are empty unless a custom gradient is found.
     """
     function, layer, fixed, samples = call
     limits = [_limits_of(tensor) for tensor in samples]
@@ -71,7 +71,7 @@ def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any
 
 
 def _isolated_gradients(outputs: list[Any], sources: list[Any]) -> list[Any]:
-    """Return the gradients of half the sum of squares, if a custom gradient takes part in them."""
+    """Return gradients of half the sum of squares, or none if no custom gradient is involved."""
     if not has_custom_gradients(outputs, sources):
         return []
     pairs = [(output, output.detach()) for output in outputs if output.requires_grad]
@@ -124,7 +124,7 @@ def _within(tensor: Any, limits: tuple[float, float] | None) -> Any:
 def _exchanged(state: dict[int, Any], pairs: Any) -> Iterator[None]:
     """Give the tensors of a state other values in a block, in other memory.
 
-    What was computed from them stays valid. Those without a pair get random numbers.
+    So results computed from them stay valid. Tensors without a pair get random numbers.
     """
     values = {id(tensor): value for tensor, value in pairs}
     generator = np.random.default_rng(0)

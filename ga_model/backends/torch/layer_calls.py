@@ -1,8 +1,8 @@
-"""Run a call of a layer by microbatches, as one operation of autograd.
+"""Run a layer call by microbatches, as one operation of autograd.
 
-Forward, each microbatch goes through the layer, and its activations are not kept. Backward, each
-goes through it again, from the state that the first pass found, with its rows of the gradient; the
-gradients of weights are summed. This is `torch.utils.checkpoint` for parts of a batch.
+The first pass runs each microbatch and keeps no activations. The backward pass runs each again,
+from the same state, with its rows of the gradient, and sums the gradients of weights. This is
+`torch.utils.checkpoint` for parts of a batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Microbatches:
     """Runs the function of a `Split` by microbatches.
 
     Attributes:
-        sources: the tensors that gradients can be asked of.
+        sources: tensors that may need a gradient.
     """
 
     def __init__(self, split: Split) -> None:
@@ -54,12 +54,12 @@ class Microbatches:
         self._begun: list[Any] = []  # the `carried` and the random state before each microbatch
         self._carried = [tensor.detach().clone() for tensor in split.carried]  # it is written to
         self._moments: list[Moments] = []
-        self._number = 0  # of outputs
+        self._number = 0  # number of outputs
         self._attached: list[str] = []
         self._versions = [(name, t, times_written(t)) for name, t in _expected_unchanged(split)]
 
     def run(self) -> tuple[list[Any], Traced]:
-        """Run all of them, as one operation of autograd.
+        """Run all microbatches, as one operation of autograd.
 
         Raises:
             NotByRowsError: the outputs or writes of the function are not per sample.
@@ -77,7 +77,7 @@ class Microbatches:
         return self._carried, Traced(outputs, attached, losses, self._moments)
 
     def first_pass(self) -> list[Any]:
-        """Return the outputs, what is attached to them, and the losses, of all samples."""
+        """Return the outputs of all samples, the tensors attached to them, and the losses."""
         split, joined, losses = self._split, list[Any](), list[Any]()
         for share in self._shares:
             self._begun.append((self._carried, random_state()))
@@ -102,7 +102,7 @@ class Microbatches:
                 whole[share] = tensor
             losses = [a + b for a, b in zip(losses, traced.losses)] if losses else traced.losses
         for whole in joined:
-            whole[share.stop :] = whole[:1]  # of samples that are left out
+            whole[share.stop :] = whole[:1]  # any value for samples that `most` leaves out
         return [*joined, *losses]
 
     def check_unchanged(self) -> None:
@@ -115,15 +115,15 @@ class Microbatches:
         """Run the microbatches again, and return the gradients of the sources.
 
         Args:
-            sources: the tensors, as autograd has saved them.
-            upstream: the gradients of what `first_pass` returned; some may be None.
+            sources: the tensors, as saved by autograd.
+            upstream: gradients of what `first_pass` returned; some may be None.
         """
-        split, is_differentiable = self._split, torch.is_grad_enabled()  # once more
+        split, is_differentiable = self._split, torch.is_grad_enabled()  # for second derivatives
         saved, number = iter(sources), len(split.fixed)
         in_fixed, in_samples = self._is_source[:number], self._is_source[number:]
         fixed = [next(saved) if yes else t for t, yes in zip(split.fixed, in_fixed)]
         samples = [next(saved) if yes else t for t, yes in zip(split.samples, in_samples)]
-        if not is_differentiable:  # a leaf may be a parameter that a module of PyTorch reads itself
+        if not is_differentiable:  # leaves stay: a PyTorch module may read such a parameter itself
             fixed = [t if t.is_leaf else t.detach().requires_grad_() for t in fixed]
         shared = [*compress(fixed, in_fixed), *saved]
         sums: list[Any] = [None for _ in shared]
@@ -157,7 +157,7 @@ class Microbatches:
         return [*sums[:number], *joined, *sums[number:]]
 
     def _pairs(self, traced: Traced, share: slice, upstream: tuple[Any, ...]) -> Any:
-        """Return pairs of an output or loss of a microbatch and its gradient, if it has one."""
+        """Return pairs of an output or loss of a microbatch and its gradient, where it has one."""
         found = [*traced.outputs, *traced.attached.values()]
         rows, of_losses = upstream[: len(found)], upstream[len(found) :]
         gradients = [*(None if g is None else g[share] for g in rows), *of_losses]
@@ -168,7 +168,7 @@ class Microbatches:
         return float((share.stop - share.start) / self._rows)
 
     def _check(self, tensors: list[Any], rows: int) -> None:
-        """Check that outputs have a row per sample, and that nothing is written past Keras."""
+        """Raise NotByRowsError unless outputs have one row per sample and writes go via Keras."""
         for tensor in tensors:
             if tensor.ndim == 0 or tensor.shape[0] != rows:
                 shape = tuple(tensor.shape)
@@ -178,12 +178,12 @@ class Microbatches:
 
 
 class _Operation(torch.autograd.Function):
-    """The two passes, as one operation of PyTorch's."""
+    """The two passes as one operation of autograd."""
 
     @staticmethod
     def forward(ctx: Any, call: Microbatches, *sources: Any) -> Any:
         ctx.call = call
-        ctx.save_for_backward(*sources)  # which then knows if they are written to
+        ctx.save_for_backward(*sources)  # PyTorch then detects writes to them
         ctx.set_materialize_grads(False)
         found = call.first_pass()
         ctx.mark_non_differentiable(*[t for t in found if not t.is_floating_point()])
@@ -191,7 +191,7 @@ class _Operation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        ctx.call.check_unchanged()  # before PyTorch looks at what it has saved
+        ctx.call.check_unchanged()  # before `saved_tensors` raises PyTorch's own error
         return (None, *ctx.call.second_pass(ctx.saved_tensors, upstream))
 
 
@@ -211,7 +211,7 @@ def _added(total: Any, gradient: Any) -> Any:
     if gradient is None:
         return total
     wide = _numbers.widened(gradient)
-    if total is None:  # in memory that nothing else has
+    if total is None:  # own memory, as it is added to in place
         return wide.clone() if wide is gradient else wide
     return total + wide if total.requires_grad or wide.requires_grad else total.add_(wide)
 
@@ -228,16 +228,16 @@ def _expected_unchanged(split: Split) -> list[tuple[str, Any]]:
 
 
 def parameters_beside(layer: Any, tensors: list[Any]) -> list[Any]:
-    """Return the trainable parameters of a layer that are not among some tensors."""
+    """Return the trainable parameters of a layer that are not among these tensors."""
     known = set(map(id, tensors))
     found = {id(p): p for p in layer.parameters() if p.requires_grad}
     return [parameter for key, parameter in found.items() if key not in known]
 
 
 def autocast_scopes() -> Callable[[], AbstractContextManager[None]]:
-    """Return a function whose contexts have the `torch.autocast` that is on here.
+    """Return a function that returns contexts with the `torch.autocast` that is on here.
 
-    They have no cache, because a cached cast may have no gradient.
+    Their cache is off, because a cached cast may have no gradient.
     """
     devices = ["cpu", "cuda"] if torch.cuda.is_initialized() else ["cpu"]
     dtypes = {d: torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)}
