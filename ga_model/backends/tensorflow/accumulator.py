@@ -21,8 +21,8 @@ class GradientAccumulator(Accumulator):
     """Sums weighted gradients over microbatches and applies their mean to an optimizer.
 
     For custom training loops, eagerly and in a `tf.function`. The mean of a window is
-    sum(w_i * g_i) / sum(w_i), where each weight is what the microbatch's loss is divided by: the
-    number of samples for a mean over samples, the number of valid tokens for a mean over tokens.
+    sum(w_i * g_i) / sum(w_i). The weight of a microbatch is the divisor of its loss: the number of
+    samples for a mean over samples, the number of valid tokens for a mean over tokens.
 
     The first `add` creates one buffer per variable that has a gradient: float32 for float16 and
     bfloat16 variables, otherwise the variable's dtype. A variable whose gradients are None is
@@ -30,9 +30,9 @@ class GradientAccumulator(Accumulator):
     scale of a float8 layer, the largest value is used.
 
     The rows of `tf.IndexedSlices` are concatenated: one for each lookup of the window. Rows whose
-    indices do not follow from the samples, such as those of positions, are added element by
-    element, because the full batch has each of them once. They are told apart where `add` is called
-    in a `tf.function` for any number of samples, such as one with
+    indices do not depend on the samples, such as those of positions, are added elementwise, because
+    the full batch has each of them once. They are only detected where `add` is called in a
+    `tf.function` for any number of samples, such as one with
     `input_signature=[tf.TensorSpec([None, length])]`. Elsewhere each lookup is a row.
 
     Under a `tf.distribute` strategy, create it in the strategy's scope and call `add` in
@@ -41,7 +41,7 @@ class GradientAccumulator(Accumulator):
     in `apply`, which may be called there or outside.
 
     Attributes:
-        num_microbatches: int64 scalar variable, microbatches added since the last update or reset.
+        num_microbatches: int64 scalar variable, microbatches since the last update or reset.
 
     Example:
 
@@ -125,7 +125,7 @@ class GradientAccumulator(Accumulator):
         return self._mean(self._divisor())
 
     def _divisor(self) -> Any:
-        """Return the divisor of this replica's sums. Every replica has to call it."""
+        """Return the divisor of this replica's sums. All replicas must call it."""
         if self._is_sum:
             return tf.constant(1.0, tf.float64)
         return replicas.shared_total(self._unit.read_value(), self._total.read_value())
@@ -152,13 +152,13 @@ class GradientAccumulator(Accumulator):
             self._strategy.run(self._update_on_replica, args=(optimizer,))
 
     def _update_on_replica(self, optimizer: Any) -> None:
-        """Make the update, on every replica.
+        """Make the update; every replica calls it.
 
-        An optimizer synchronizes replicas, also a single one, with `merge_call`, which a branch of
-        a replica's own graph cannot contain. So the branch stands outside, and calls the replicas.
+        An optimizer synchronizes replicas, also a single one, by `merge_call`, which a branch of a
+        replica's graph cannot contain. So the branch is outside, and calls the replicas.
         """
         if not optimizer.built:
-            # A loss that was traced before is scaled by a number where a variable is to be seen.
+            # Retrace, as an earlier trace scales losses by a constant instead of the new variable.
             is_seen = hasattr(optimizer, "inner_optimizer")
             optimizers.build_outside(optimizer, optimizer.build, self.variables, is_seen)
         divisor = self._divisor()
@@ -217,9 +217,9 @@ class GradientAccumulator(Accumulator):
 
 
 def _variables(values: Any) -> Any:
-    """Create variables, one for each replica, outside of the graph that is being made.
+    """Create variables, one for each replica, outside of the present graph.
 
-    `tf.function` would trace again if it saw a variable come into being.
+    `tf.function` traces again if it notices a new variable.
     """
 
     def create(value: Any) -> Any:
@@ -228,7 +228,7 @@ def _variables(values: Any) -> Any:
             value,
             trainable=False,
             shape=tf.TensorShape([None, *value.shape[1:]]) if has_rows else None,
-            name="ga_model",  # TensorFlow tells variables that replicas share by their names
+            name="ga_model",  # TensorFlow matches the variables of replicas by name
             synchronization=tf.VariableSynchronization.ON_READ,
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
             experimental_enable_variable_lifting=False,
@@ -239,7 +239,7 @@ def _variables(values: Any) -> Any:
 
 
 def _begun(gradient: Any, variable: Any) -> Any:
-    """Return variables for the sum of gradients of a variable, or None."""
+    """Create the variables that hold the sum of a variable's gradients; None without a gradient."""
     if gradient is None:
         return None
     dtype = tf.as_dtype(_numbers.sum_dtype(variable.dtype))
@@ -256,7 +256,7 @@ def _begun(gradient: Any, variable: Any) -> Any:
 
 
 def _is_by_position(gradient: Any) -> bool:
-    """Return whether a sparse gradient has as many rows for any number of samples."""
+    """Return whether a sparse gradient has the same number of rows for any number of samples."""
     if tf.executing_eagerly() or not gradient.indices.shape[0]:
         return False
     inputs = getattr(tf.compat.v1.get_default_graph(), "inputs", ())
@@ -264,7 +264,7 @@ def _is_by_position(gradient: Any) -> bool:
 
 
 def _read(so_far: Any, is_first: Any) -> Any:
-    """Return the sum of the open window. In an empty one, buffers still have the sum before."""
+    """Return the sum of the open window. If it is empty, buffers still hold the last sum."""
     if so_far is None:
         return None
     found = tf.nest.map_structure(lambda variable: variable.read_value(), so_far)
@@ -281,7 +281,7 @@ def _assign(so_far: Any, value: Any) -> None:
 
 
 def _weighed(gradient: Any, so_far: Any, variable: Any, relative: Any) -> Any:
-    """Return a gradient times its weight, as the sum is."""
+    """Return a gradient times its weight, in the dtype and form of the sum."""
     dtype = _numbers.sum_dtype(variable.dtype)
     if isinstance(so_far, Largest):
         return Largest(tf.cast(tf.convert_to_tensor(gradient), dtype))
@@ -296,7 +296,7 @@ def _weighed(gradient: Any, so_far: Any, variable: Any, relative: Any) -> Any:
 
 
 def _plus(so_far: Any, found: Any, shrink: Any, counts: Any, is_first: Any) -> Any:
-    """Return a sum with what a microbatch adds, if that counts: else it may be NaN."""
+    """Add a microbatch's weighted gradient to a sum if it counts; otherwise it may be NaN."""
     if isinstance(so_far, Largest):
         return so_far.plus(found, shrink, counts)
     if isinstance(so_far, Positions):
