@@ -75,7 +75,7 @@ class JaxBackend(Backend):
             return ("trainable", "non_trainable", "metrics")
         return GROUPS
 
-    # What is compiled.
+    # Compiled functions.
 
     def _compiled(self, name: Any, function: Function) -> Compiled:
         return Compiled(self, function, is_brief=name[0] == "trial")
@@ -175,7 +175,7 @@ class JaxBackend(Backend):
         finally:
             self._values = {}
 
-    # What is run.
+    # Steps.
 
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
         before = {group: self.values(group) if self._is_read(group) else [] for group in GROUPS}
@@ -241,7 +241,7 @@ class JaxBackend(Backend):
         self.put("trainable", dict(enumerate(after[0])))
         self.put("optimizer", dict(enumerate(after[1])))
 
-    # What is refused, or found out.
+    # Checks, and calls of layers.
 
     def check(self) -> None:
         refusals.check(self._model)

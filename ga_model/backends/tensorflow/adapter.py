@@ -110,7 +110,7 @@ class TensorFlowBackend(Backend):
     def traces(self) -> bool:  # type: ignore[override]
         return not self._model.run_eagerly
 
-    # What is compiled.
+    # Compiled functions.
 
     def _compiled(self, name: Any, function: Function) -> Callable[..., Any]:
         if not self.traces:
@@ -178,7 +178,7 @@ class TensorFlowBackend(Backend):
         made: Sums = self.compiled(name, begin, [])(-0.0)
         return made._replace(gradients=gradients)
 
-    # What is run.
+    # Steps.
 
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
         others = {id(raw(v)): v for v in self._model.non_trainable_variables}
@@ -318,7 +318,7 @@ class TensorFlowBackend(Backend):
     def explain(self, error: BaseException) -> None:
         workers.explain(error, self._model.distribute_strategy)
 
-    # What is refused, or found out.
+    # Checks, and calls of layers.
 
     def check(self) -> None:
         replicas.check(self._model, self._model._accumulation.settings.microbatch_size)

@@ -84,7 +84,7 @@ class TorchBackend(Backend):
         state = [v for optimizer in optimizers for v in optimizer.variables]
         return [*self._model.trainable_variables, *state]
 
-    # What is run.
+    # Steps.
 
     def _compiled(self, name: Any, function: Function) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -146,7 +146,7 @@ class TorchBackend(Backend):
     def optimizers(self) -> list[Any]:
         return [*super().optimizers(), *self._optimizers_of_torch.all()]
 
-    # What is refused, or found out.
+    # Checks, and calls of layers.
 
     def check(self) -> None:
         refusals.check(self._model)
@@ -201,7 +201,7 @@ class TorchBackend(Backend):
         """Return the tensors that updates change, and how often each was written to."""
         optimizers = optimizers_in(vars(self._model))
         states = [raw(v) for optimizer in optimizers for v in optimizer.variables]
-        states = [tensor for tensor in states if tensor.numel() > 1]  # scalars may be set before
+        states = [tensor for tensor in states if tensor.numel() > 1]  # users may set scalars
         tensors = [*map(raw, self._model.trainable_variables), *states]
         return [(tensor, times_written(tensor)) for tensor in tensors]
 

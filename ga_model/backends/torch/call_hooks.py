@@ -1,4 +1,4 @@
-"""PyTorch hooks of users, which see or change tensors of calls, or gradients.
+"""User hooks of PyTorch, which see or change tensors of calls, or gradients.
 
 Hooks run as often as in plain Keras: those of weights once, on the gradient of all samples. Calls
 of layers with other hooks are not split.

@@ -60,7 +60,7 @@ class GradientSums:
     def _can_stay(self) -> bool:
         """Return whether PyTorch may add gradients to the sums in `.grad`, as in a loop by hand.
 
-        It may not if hooks of the user's would see the sum instead of a gradient.
+        It may not if user hooks would see the sum instead of a gradient.
         """
         return self._counts is True and all(
             tensor.dtype in (torch.float32, torch.float64) and not has_hooks_on_sum(tensor)

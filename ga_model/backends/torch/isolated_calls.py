@@ -81,7 +81,7 @@ def _isolated_gradients(outputs: list[Any], sources: list[Any]) -> list[Any]:
 
 
 def has_custom_gradients(results: list[Any], sources: list[Any]) -> bool:
-    """Return whether a `torch.autograd.Function` of the user's was used to compute results.
+    """Return whether a custom `torch.autograd.Function` was used to compute results.
 
     Raises:
         NotByRowsError: the results depend on something other than the sources.

@@ -20,8 +20,8 @@ _TOLERANCE = 2e-4  # relative; covers rounding that many float32 operations have
 
 
 class Judge:
-    """Compares windows. A few roundings count as equal. If there is more, so does the measured
-    effect of rounding on the full batch.
+    """Compares windows. Differences of a few roundings count as none, and larger ones only if
+    rounding changes the full batch as much.
 
     Args:
         runner: the runner of the windows.

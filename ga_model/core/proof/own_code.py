@@ -1,4 +1,4 @@
-"""Detect code of the user's in a model, which a trial must check."""
+"""Detect user code in a model, which a trial must check."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def has_own_gradients(layer: Any, backend: Backend) -> bool:
 
 
 def _is_run_by_user(layers: list[Any], backend: Backend) -> bool:
-    """Return whether calls of these layers run code of the user's."""
+    """Return whether calls of these layers run user code."""
     return backend.has_hooks() or any(map(_is_of_user, layers))
 
 

@@ -173,7 +173,7 @@ def _of_samples(
                 step.backend.forget("trial")
         except CannotAccumulateError:
             raise
-        except Exception as error:  # code of the user's may raise anything on other samples
+        except Exception as error:  # user code may raise anything on other samples
             return assumed_of(step.is_own, kinds), error
         if not judge.is_moved:
             return assumed_of(step.is_own, kinds), NothingSeenError()

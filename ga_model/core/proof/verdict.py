@@ -169,5 +169,5 @@ class Verdict(NamedTuple):
         return self.otherwise if weighing is None or weighing == LAST else weighing
 
 
-# The verdict on Keras's step without code of the user's.
+# The verdict on Keras's step without user code.
 OF_KERAS = Verdict(Weighing("loss"), is_folded=True)
