@@ -26,9 +26,9 @@ class NotByRowsError(Exception):
     """A call cannot be split by samples. The message says why, for a warning."""
 
 
-def agreed(found: Sequence[Sequence[str | None]]) -> list[str | None]:
+def agreed(trials: Sequence[Sequence[str | None]]) -> list[str | None]:
     """Return for each output the kind that all conclusive trials agree on, or None."""
-    seen = [set(kinds) - {"alike"} for kinds in zip(*found)]
+    seen = [set(kinds) - {"alike"} for kinds in zip(*trials)]
     seen = [kinds if kinds == {"zero"} else kinds - {"zero"} for kinds in seen]
     return [kinds.pop() if len(kinds) == 1 else None for kinds in seen]
 
@@ -50,14 +50,14 @@ def kinds_of(
         only; "alike" if these entries are equal, too; "mean" or "sum" if it is that over samples;
         "zero" if it is zero, which shows nothing; or None.
     """
-    tolerances, found = list[float](), []
+    tolerances, runs = list[float](), []
     sizes = [end - begin for begin, end in parts]
     for begin, end in ((0, sum(sizes)), *parts):
         outputs = run(begin, end)
         tolerances = tolerances or [_tolerance_of(output, tolerance) for output in outputs]
-        found.append(list(map(_folded, outputs)))
+        runs.append(list(map(_folded, outputs)))
         del outputs  # frees memory for the next ones
-    return [_kind(each, sizes, most) for most, each in zip(tolerances, zip(*found))]
+    return [_kind(arrays, sizes, limit) for limit, arrays in zip(tolerances, zip(*runs))]
 
 
 _SCALES = (1.0, 0.1, 3.0)  # of samples: a saturated function hides that it combines samples
@@ -91,14 +91,14 @@ def kinds_of_call(
     Raises:
         Exception: whatever the call raises for another number of samples.
     """
-    found, adds_up, generator = [], True, np.random.default_rng(0)
+    trials, adds_up, generator = [], True, np.random.default_rng(0)
     are_weights = (is_weight or len(t.shape) > 1 for t, is_weight in zip(fixed, is_trained))
     scales = [_scale(t) if is_weight else None for t, is_weight in zip(fixed, are_weights)]
-    values = [_drawn(t, t.shape, generator, own) for t, own in zip(fixed, scales)]
+    values = [_drawn_like(t, t.shape, generator, scale) for t, scale in zip(fixed, scales)]
     shapes = [(TOTAL, *t.shape[1:]) for t in samples]
     for number, scale in enumerate(_SCALES):
-        arrays = [_drawn(t, shape, generator, scale) for t, shape in zip(samples, shapes)]
-        found.append(kinds_of(functools.partial(run, values, arrays)))
+        arrays = [_drawn_like(t, shape, generator, scale) for t, shape in zip(samples, shapes)]
+        trials.append(kinds_of(functools.partial(run, values, arrays)))
         if gradients is not None and not number:
             derived = functools.partial(gradients, values, arrays)
             try:
@@ -109,18 +109,18 @@ def kinds_of_call(
                 continue
             adds_up = None not in kinds and "mean" not in kinds
     for begin in range(0, KNOWN if any(k is not None for k in known) else 0, TOTAL):
-        if any(None in kinds for kinds in found):
+        if any(None in kinds for kinds in trials):
             break  # the call will not be split, so further trials are useless
         chosen = [None if k is None else k[begin : begin + TOTAL] for k in known]
         pairs = zip(chosen, arrays)
         arrays = [a if k is None else k.astype(a.dtype, copy=False) for k, a in pairs]
         try:
-            found.append(_kinds_of_known(run, values, arrays, generator))
+            trials.append(_kinds_of_known(run, values, arrays, generator))
         except NotByRowsError:
             raise
         except Exception:  # known arrays may not fit the random ones
             break
-    return agreed(found), adds_up
+    return agreed(trials), adds_up
 
 
 def _kinds_of_known(
@@ -134,11 +134,11 @@ def _kinds_of_known(
         rounded(v, np.finfo(v.dtype).eps / 2, generator) if v.dtype.kind == "f" else v
         for v in values
     ]
-    outputs, others = (
-        [np.nan_to_num(_folded(a), posinf=0, neginf=0) for a in run(each, arrays, 0, TOTAL)]
-        for each in (values, moved)
+    outputs, moved_outputs = (
+        [np.nan_to_num(_folded(a), posinf=0, neginf=0) for a in run(weights, arrays, 0, TOTAL)]
+        for weights in (values, moved)
     )
-    roundings = [norm_of([a - b]) / (norm_of([a]) or 1) for a, b in zip(outputs, others)]
+    roundings = [norm_of([a - b]) / (norm_of([a]) or 1) for a, b in zip(outputs, moved_outputs)]
     return kinds_of(functools.partial(run, values, arrays), 10 * max(roundings))
 
 
@@ -148,7 +148,7 @@ def _scale(weight: Any) -> float:
     return float(np.prod(sizes)) ** -0.5 if len(weight.shape) > 1 else 0.3
 
 
-def _drawn(tensor: Any, shape: Any, generator: Any, scale: float | None) -> Any:
+def _drawn_like(tensor: Any, shape: Any, generator: Any, scale: float | None) -> Any:
     sizes = tuple(_UNKNOWN if size is None else size for size in shape)
     name = keras.backend.standardize_dtype(tensor.dtype)
     return drawn(name, sizes, generator, scale).astype(name, copy=False)
@@ -224,12 +224,12 @@ def _folded(array: Any) -> Any:
     return folded if has_rows else folded[0]
 
 
-def _kind(found: Sequence[Any], sizes: Sequence[int], tolerance: float) -> str | None:
-    whole, *parts = found
+def _kind(runs: Sequence[Any], sizes: Sequence[int], tolerance: float) -> str | None:
+    whole, *parts = runs
     rows = [(number, *whole.shape[1:]) for number in (sum(sizes), *sizes)]
-    if whole.ndim and [each.shape for each in found] == rows:
+    if whole.ndim and [array.shape for array in runs] == rows:
         joined = np.concatenate([np.asarray(part) for part in parts])
-        if not _are_alike(joined, whole, tolerance):
+        if not _are_close(joined, whole, tolerance):
             return None
         is_number = whole.dtype != bool
         return "alike" if is_number and (whole == whole[:1]).all() else "rows"
@@ -238,20 +238,20 @@ def _kind(found: Sequence[Any], sizes: Sequence[int], tolerance: float) -> str |
     numbers = [np.asarray(part, "float64") for part in parts]
     if not np.any(numbers) and not np.any(whole):
         return "zero"
-    if _are_alike(sum(numbers), whole, tolerance):
+    if _are_close(sum(numbers), whole, tolerance):
         return "sum"
     mean = sum(size / sum(sizes) * number for size, number in zip(sizes, numbers))
-    return "mean" if _are_alike(mean, whole, tolerance) else None
+    return "mean" if _are_close(mean, whole, tolerance) else None
 
 
-def _are_alike(found: Any, expected: Any, tolerance: float) -> bool:
+def _are_close(actual: Any, expected: Any, tolerance: float) -> bool:
     if expected.dtype == bool or np.asarray(expected).dtype.kind in "iu":
-        return bool(np.array_equal(found, expected))
-    found, expected = (np.asarray(a, "float64") for a in (found, expected))
+        return bool(np.array_equal(actual, expected))
+    actual, expected = (np.asarray(a, "float64") for a in (actual, expected))
     is_known = np.isfinite(expected)
-    if found.shape != expected.shape or not np.array_equal(is_known, np.isfinite(found)):
+    if actual.shape != expected.shape or not np.array_equal(is_known, np.isfinite(actual)):
         return False
     if expected.size and not is_known.any():
         return False  # nothing can be compared
-    difference = norm_of([found[is_known] - expected[is_known]])
+    difference = norm_of([actual[is_known] - expected[is_known]])
     return difference <= tolerance * norm_of([expected[is_known]]) + 1e-6

@@ -77,11 +77,11 @@ class Noted:
     def _place(self) -> Any:
         """Return a key for the place in the code that runs, or None to number each operation."""
         frame: FrameType | None = sys._getframe(2)
-        found = []
+        frames = []
         while frame is not None:
-            found.append((id(frame.f_code), frame.f_lasti))
+            frames.append((id(frame.f_code), frame.f_lasti))
             frame = frame.f_back
-        return tuple(found)
+        return tuple(frames)
 
 
 def site_of(name: str) -> str:

@@ -150,20 +150,20 @@ class StepRunner:
             GROUPS,
             discards=True,
         )
-        place = np.float32(moves_by), np.int32(begin), np.int32(number)
+        scalar_arguments = np.float32(moves_by), np.int32(begin), np.int32(number)
         data = part_of(self._data, begin, end)
         if not self._backend.traces:  # losses may write to their inputs
             data = self._backend.copied(data)
         data = self._backend.as_traced(data)  # as in training
-        (rates, numbers, logs, of_loss), scalars, found = keras.tree.map_structure(
+        (rates, numbers, logs, of_loss), scalars, fields = keras.tree.map_structure(
             lambda x: None if x is None else ops.convert_to_numpy(x),
-            run(values, data, totals, *place),
+            run(values, data, totals, *scalar_arguments),
         )
-        applied, are_known, is_said = self._static[rows, total]
-        seen = Seen(rows, scalars, of_loss if is_said else None)
+        applied, are_losses, has_weight = self._static[rows, total]
+        seen = Seen(rows, scalars, of_loss if has_weight else None)
         unfolded = numbers, logs, seen
         if self.is_folded:  # losses are combined exactly, by their known denominators
-            numbers = [None if known else number for number, known in zip(numbers, are_known)]
+            numbers = [None if is_loss else number for number, is_loss in zip(numbers, are_losses)]
             logs, seen = {}, Seen(rows, scalars, of_loss)
         rates = [float(rate) for rate in rates] or [0.0] * len(applied)
         return Outcome(
@@ -174,7 +174,7 @@ class StepRunner:
             logs=logs,
             seen=seen,
             unfolded=unfolded,
-            **found,
+            **fields,
         )
 
     def _run(
@@ -193,10 +193,10 @@ class StepRunner:
         step = functools.partial(self._step, rows, total)
         draws = Draws(rows, total, begin, number)
         arguments = data, totals, moves_by, begin
-        (weighed, found), noted = self._backend.noting(step, arguments, draws)
+        (numbers, fields), noted = self._backend.noting(step, arguments, draws)
         self._dtypes |= noted.dtypes
         self.of_shapes |= noted.of_shapes
-        return weighed, noted.scalars, {**found, "values": self._values()}
+        return numbers, noted.scalars, {**fields, "values": self._values()}
 
     def _step(
         self, rows: int, total: int, data: Any, totals: list[Any], moves_by: Any, begin: Any
@@ -233,15 +233,15 @@ class StepRunner:
             ([self._places[id(v)] for v in a.variables], self._places[id(counter)])
             for a, counter in zip(applied, counters)
         ]
-        are_known = [mean is not None for mean in recording.means()]
-        self._static[rows, total] = of_applied, are_known, recording.says_weight
+        are_losses = [mean is not None for mean in recording.means()]
+        self._static[rows, total] = of_applied, are_losses, recording.says_weight
         self.is_plain = self.is_plain and losses.terms().is_plain and not self.scales
         self.metrics = [update.metric.name for update, _ in recording.updates()]
         terms = [0.0 if term.weight is None else term.weight for term in losses.compiled]
         of_loss = losses.terms().weight
         of_loss = None if of_loss is None else _numbers.float64(of_loss)
-        own = recording.split_logs(logs)[0]
-        found = {
+        own_logs = recording.split_logs(logs)[0]
+        fields = {
             "gradients": recording.gradients,
             "terms": [_numbers.float64(weight) for weight in terms],
             "compiled": dict(losses.values),
@@ -252,6 +252,6 @@ class StepRunner:
                 if id(v) in self._places and not is_in(v, counters)
             },
         }
-        weighed = recording.rates, recording.numbers(), own, of_loss
+        numbers = recording.rates, recording.numbers(), own_logs, of_loss
         recording.release()
-        return weighed, found
+        return numbers, fields

@@ -41,11 +41,11 @@ def samples_for_trial(data: Any, number: int) -> Iterator[Any]:
     if isinstance(data, tuple) and len(data) == 3:
         data = *data[:2], keras.tree.map_structure(_uneven, data[2])
     is_finite = _are_finite(data, num_rows(data))
-    everything = np.arange(len(is_finite))
+    all_places = np.arange(len(is_finite))
     if not is_finite.all():
-        yield _samples(data, everything, number, everything[~is_finite])
+        yield _samples(data, all_places, number, all_places[~is_finite])
     if is_finite.any():
-        yield _samples(data, everything[is_finite], number)
+        yield _samples(data, all_places[is_finite], number)
 
 
 def _samples(data: Any, places: Any, number: int, preferred: Sequence[int] = ()) -> Any:
@@ -66,7 +66,7 @@ def _samples(data: Any, places: Any, number: int, preferred: Sequence[int] = ())
     def taken(array: Any) -> Any:
         if not isinstance(array, np.ndarray) or not array.shape:
             return array
-        twins = [(row, row if found_in is array else row - 1) for found_in, row in largest]
+        twins = [(row, row if source is array else row - 1) for source, row in largest]
         array = array[places] if len(array) > rows else array
         array = array if rows >= number else _altered(array, number, generator)
         return array[[*itertools.chain(*twins), *others]]
@@ -114,8 +114,8 @@ def _largest_rows(data: Any, places: Any) -> list[tuple[Any, int]]:
             if not np.isfinite(sums).all():  # some values are missing
                 sums = np.isfinite(rows).sum(1)[places]
             if np.ptp(sums):
-                found = of_wholes if np.array_equal(sums, np.round(sums)) else others
-                found.append((array, int(np.argmax(sums))))
+                group = of_wholes if np.array_equal(sums, np.round(sums)) else others
+                group.append((array, int(np.argmax(sums))))
     return of_wholes + others
 
 

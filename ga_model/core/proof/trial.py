@@ -61,34 +61,34 @@ def of_step(
     """
     backend = step.backend
 
-    def tried(cuts: Cuts) -> tuple[Verdict, Exception | None]:
+    def attempt(cuts: Cuts) -> tuple[Verdict, Exception | None]:
         cuts = tuple((sum(sizes),) for sizes in cuts) if step.is_one else cuts
-        found: tuple[Verdict, Exception | None]
+        result: tuple[Verdict, Exception | None]
         try:
             for samples in samples_for_trial(data, sum(cuts[0])):
-                found = _of_samples(step, samples, cuts, assumed)
-                if found[1] is None:
+                result = _of_samples(step, samples, cuts, assumed)
+                if result[1] is None:
                     break
         except CannotAccumulateError:
             raise
         except Exception as error:  # too few samples, or arrays of different numbers of samples
             return assumed_of(step.is_own), error
-        return found
+        return result
 
-    verdict, error = tried(cuts := _cuts(backend, min(rows, int(num_rows(data)))))
+    verdict, error = attempt(cuts := _cuts(backend, min(rows, int(num_rows(data)))))
     if error is None or isinstance(error, NothingSeenError):
         return verdict, error
     if backend.traces_otherwise(error):
-        found, other = tried(cuts)
-        if other is None or isinstance(other, NothingSeenError):
-            return found, other
+        result, next_error = attempt(cuts)
+        if next_error is None or isinstance(next_error, NothingSeenError):
+            return result, next_error
         backend.traces_otherwise(error)  # switches back
-    others: list[Cuts] = [((n, 2 * n), (2 * n, n)) for n in range(2, rows + 1) if rows % n == 0]
+    fallbacks: list[Cuts] = [((n, 2 * n), (2 * n, n)) for n in range(2, rows + 1) if rows % n == 0]
     if backend.out_of_memory(error) is not None:
-        others = [((1, 1, 1),)]
-    for cuts in others:
-        verdict, other = tried(cuts)
-        if other is None:
+        fallbacks = [((1, 1, 1),)]
+    for cuts in fallbacks:
+        verdict, next_error = attempt(cuts)
+        if next_error is None:
             return verdict, None
     return verdict, error
 
@@ -114,12 +114,12 @@ def of_microbatches(step: Step, held: Sequence[Any]) -> tuple[Verdict, Exception
     Args:
         held: the first samples of each microbatch. Other structures than the first are left out.
     """
-    held = [each for each in held if _shapes(each) == _shapes(held[0])]
-    first, others = num_rows(held[0]), sum(map(num_rows, held[1:]))
+    held = [samples for samples in held if _shapes(samples) == _shapes(held[0])]
+    num_first, num_rest = num_rows(held[0]), sum(map(num_rows, held[1:]))
     data = keras.tree.map_structure(_joined, held[0], *held)  # twice, as several may have news
-    cuts: Cuts = ((first, first, others),) if others else ((first, first),)
-    if others > 1:
-        cuts = (first, first, others - 1, 1), (first, first, *[1] * others)
+    cuts: Cuts = ((num_first, num_first, num_rest),) if num_rest else ((num_first, num_first),)
+    if num_rest > 1:
+        cuts = (num_first, num_first, num_rest - 1, 1), (num_first, num_first, *[1] * num_rest)
     return _of_samples(step, data, cuts)
 
 
@@ -160,16 +160,16 @@ def _of_samples(
             for _ in range(4):
                 runner = StepRunner(step, samples, is_folded, kinds, put_back)
                 with forgetting_losses(step.model):
-                    coming = windows(runner, cuts)
-                    first = list(itertools.islice(coming, 2))
-                    judge, instead = _judged(runner, first, assumed, kinds)
-                    if instead is None and (others := list(coming)):
-                        judge, instead = _judged(runner, first + others, assumed, kinds)
-                    if instead is None and judge.is_moved:
+                    remaining = windows(runner, cuts)
+                    first = list(itertools.islice(remaining, 2))
+                    judge, retry = _compared(runner, first, assumed, kinds)
+                    if retry is None and (others := list(remaining)):
+                        judge, retry = _compared(runner, first + others, assumed, kinds)
+                    if retry is None and judge.is_moved:
                         verdict = judge.verdict._replace(kinds=kinds)
-                if instead is None:
+                if retry is None:
                     break
-                kinds, is_folded = instead
+                kinds, is_folded = retry
                 step.backend.forget("trial")
         except CannotAccumulateError:
             raise
@@ -182,7 +182,7 @@ def _of_samples(
     return verdict, None
 
 
-def _judged(
+def _compared(
     runner: StepRunner, tried: list[Window], assumed: Weighing | None, kinds: Kinds
 ) -> tuple[Judge, tuple[Kinds, bool] | None]:
     """Compare windows, and find out whether the step must be tried in another way.

@@ -91,10 +91,10 @@ class Verdict(NamedTuple):
         """
         last = max(self.needed_scalars, default="")
         limit = "~" if has_split_calls and last else last
-        found, known = (
+        sites, known_sites = (
             {site_of(n) for n in names if n <= limit} for names in (seen.scalars, self.scalars)
         )
-        return found == known and set(self.needed_scalars) <= set(seen.scalars)
+        return sites == known_sites and set(self.needed_scalars) <= set(seen.scalars)
 
     def news_in(self, seen: Seen, written: Sequence[Any]) -> Any:
         """Return whether a microbatch shows something that the trial did not: a bool or a scalar.
@@ -104,8 +104,8 @@ class Verdict(NamedTuple):
             written: variables that its step wrote to.
         """
         news: Any = not {variable.path for variable in written} <= set(self.written)
-        known = zip(sorted(seen.scalars), self.scalars)
-        same = {name for name, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], known)}
+        pairs = zip(sorted(seen.scalars), self.scalars)
+        same = {name for name, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)}
         weight = self.weighing.weight(seen) if self.weighing.source in (*same, "samples") else None
         if self.weighing.is_divisor and weight is not None and not self.has_seen_zero:
             news = news | (weight == 0)
@@ -158,13 +158,13 @@ class Verdict(NamedTuple):
 
     def of_log(self, name: str) -> Weighing:
         """Return the weighing of a scalar that the step logs."""
-        return self._known(dict(self.logs).get(name))
+        return self._or_otherwise(dict(self.logs).get(name))
 
     def of_number(self, place: int) -> Weighing:
         """Return the weighing of a number that a metric gets."""
-        return self._known(self.numbers[place] if place < len(self.numbers) else None)
+        return self._or_otherwise(self.numbers[place] if place < len(self.numbers) else None)
 
-    def _known(self, weighing: Weighing | None) -> Weighing:
+    def _or_otherwise(self, weighing: Weighing | None) -> Weighing:
         # A number that fits the last microbatch is nearly the same in all.
         return self.otherwise if weighing is None or weighing == LAST else weighing
 

@@ -123,7 +123,7 @@ def windows(runner: StepRunner, cuts: Cuts, is_brief: bool = False) -> Iterator[
     without_gradient, is_seen = [], False  # one of these is enough if no start has a gradient
     for number, noise in enumerate(_NOISE[:starts]):
         values, sizes = _perturbed(runner, noise, number), cuts[number % len(cuts)]
-        if (whole := _finite(runner, sum(sizes), values)) is None:
+        if (whole := _run_until_finite(runner, sum(sizes), values)) is None:
             continue
         chosen = chosen or _Entries(whole)
         scales = [values[place] for place in runner.scales]
@@ -159,10 +159,10 @@ class _Start(NamedTuple):
 
     def values(self, runner: StepRunner) -> list[Any]:
         """Compute the values of all variables, which are not kept to save memory."""
-        found = _perturbed(runner, self.noise, self.seed)
+        values = _perturbed(runner, self.noise, self.seed)
         for place, scale in zip(runner.scales, self.scales):
-            found[place] = scale
-        return found
+            values[place] = scale
+        return values
 
 
 def _in_parts(runner: StepRunner, start: _Start, values: list[Any] | None = None) -> Window | None:
@@ -205,13 +205,13 @@ class _Entries:
 
     def __init__(self, outcome: Outcome) -> None:
         generator = np.random.default_rng(0)
-        of_places = dict(zip(outcome.places, outcome.gradients))
+        by_place = dict(zip(outcome.places, outcome.gradients))
         self._chosen: dict[int, Any] = {}  # indices in flat arrays, by those of variables
         for place, value in enumerate(outcome.values):
             if (size := np.asarray(value).size) <= _MANY:
                 continue
             chosen = generator.integers(0, size, _MANY // 2)
-            if (gradient := of_places.get(place)) is not None:
+            if (gradient := by_place.get(place)) is not None:
                 sizes = np.abs(np.asarray(gradient).ravel())
                 largest = np.argpartition(sizes, size - _MANY // 2)[size - _MANY // 2 :]
                 chosen = np.concatenate([chosen, largest])
@@ -240,7 +240,7 @@ def _from_start(runner: StepRunner, total: int, values: list[Any]) -> Outcome:
     return runner.run(0, total, values)
 
 
-def _finite(runner: StepRunner, total: int, values: list[Any]) -> Outcome | None:
+def _run_until_finite(runner: StepRunner, total: int, values: list[Any]) -> Outcome | None:
     """Run the step on all samples, with smaller loss scales in `values` while it overflows."""
     for factor in _SCALES if runner.scales else _SCALES[:1]:
         for place in runner.scales:
@@ -271,7 +271,7 @@ def _perturbed(runner: StepRunner, noise: float, seed: int) -> list[Any]:
     """Return values of all variables with noise, also on weights that are zero."""
     if not noise:
         return list(runner.start)
-    generator, found = np.random.default_rng(seed), list(runner.start)
+    generator, values = np.random.default_rng(seed), list(runner.start)
     for place, value in enumerate(runner.start):
         value = np.asarray(value)
         if place in runner.trained and value.dtype.kind != "i":
@@ -280,19 +280,19 @@ def _perturbed(runner: StepRunner, noise: float, seed: int) -> list[Any]:
         elif not runner.is_moved[place] or value.size != 1:
             continue
         elif value.dtype.kind in "iu":  # a counter, which may control a schedule
-            most = int(np.iinfo(value.dtype).max)
-            moved = np.minimum(value.astype("int64") + int(10 ** min(2 * noise, 5)), most)
+            limit = int(np.iinfo(value.dtype).max)
+            moved = np.minimum(value.astype("int64") + int(10 ** min(2 * noise, 5)), limit)
         else:  # perhaps an annealed factor
             moved = value + noise * generator.random()
-        found[place] = np.asarray(moved).astype(value.dtype)
-    return found
+        values[place] = np.asarray(moved).astype(value.dtype)
+    return values
 
 
 def _rounded(runner: StepRunner, values: list[Any]) -> list[Any]:
-    generator, found = np.random.default_rng(1), list(values)
+    generator, moved = np.random.default_rng(1), list(values)
     for place in runner.trained:
-        found[place] = rounded(np.asarray(values[place]), runner.rounding, generator)
-    return found
+        moved[place] = rounded(np.asarray(values[place]), runner.rounding, generator)
+    return moved
 
 
 def rounded(value: Any, rounding: float, generator: Any) -> Any:
