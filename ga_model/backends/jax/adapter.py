@@ -59,7 +59,7 @@ class JaxBackend(Backend):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self._values: dict[Group, list[Any]] = {}
-        self._of_running = ThreadValue({})  # values at the start of the running step
+        self._step_values = ThreadValue({})  # values at the start of the running step
 
     def variables(self, group: Group) -> list[Any]:
         """Return the variables of a group, in the order in which Keras passes values."""
@@ -180,11 +180,11 @@ class JaxBackend(Backend):
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
         before = {group: self.values(group) if self._is_read(group) else [] for group in GROUPS}
         state = tuple(list(before[group]) for group in GROUPS)
-        with self.running_step(), self._of_running.set(before):
+        with self.running_step(), self._step_values.set(before):
             logs, state = self._model.train_step(state, data)
         changed = {group: _changed(values, before[group]) for group, values in zip(GROUPS, state)}
-        for group, found in changed.items():
-            self.put(group, found)
+        for group, values in changed.items():
+            self.put(group, values)
         others = self.variables("non_trainable")
         return logs, [others[place] for place in changed["non_trainable"]]
 
@@ -195,7 +195,7 @@ class JaxBackend(Backend):
 
     def microbatch_weight(self, data: Any) -> Any:
         outer = stateless_scope()  # while a loss is scaled, it has optimizer variables only
-        values = self._values if outer is None else self._of_running.get()
+        values = self._values if outer is None else self._step_values.get()
         with _scope({group: self.variables(group) for group in values}, values) as scope:
             scope.state_mapping.update({} if outer is None else outer.state_mapping)
             return super().microbatch_weight(data)
@@ -219,8 +219,8 @@ class JaxBackend(Backend):
             return result, after
 
         (result, after), noted = super().noting(pure, (values, arguments), draws)
-        for group, found in after.items():
-            self.put(group, found)
+        for group, new_values in after.items():
+            self.put(group, new_values)
         return result, noted
 
     def run_plain(
@@ -288,8 +288,8 @@ class Compiled:
 
     def __call__(self, *arguments: Any) -> Any:
         result, updated, changed = self._pure(*self._inputs(arguments))
-        for group, found in (*updated.items(), *changed.items()):
-            self._backend.put(group, found)
+        for group, values in (*updated.items(), *changed.items()):
+            self._backend.put(group, values)
         return result
 
     def shapes(self, arguments: tuple[Any, ...]) -> Any:

@@ -54,11 +54,11 @@ class Noting(Noted):
         name, parameters = equation.primitive.name, equation.params
         outer, self._is_unnoted = self._is_unnoted, self._is_unnoted or _is_of_package(equation)
         try:
-            return self._found(equation, name, parameters, inputs)
+            return self._evaluated(equation, name, parameters, inputs)
         finally:
             self._is_unnoted = outer
 
-    def _found(self, equation: Any, name: str, parameters: Any, inputs: list[Any]) -> Any:
+    def _evaluated(self, equation: Any, name: str, parameters: Any, inputs: list[Any]) -> Any:
         inner = next((parameters[key] for key in _JAXPRS if key in parameters), None)
         if name in _CALLS and inner is not None:
             jaxpr, constants = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
@@ -67,22 +67,22 @@ class Noting(Noted):
             dtype = jnp.dtype(f"uint{parameters['bit_width']}")
             return [_bits(self._draws, tuple(parameters["shape"]), dtype)]
         if name in _DECIDING and not jnp.shape(inputs[0]):
-            self._look_at(name, inputs[0].astype("float32"))
+            self._note_if_scalar(name, inputs[0].astype("float32"))
         for place in _DIVIDING.get(name, ()):
             if not isinstance(equation.invars[place], Literal):
-                self._look_at(name, inputs[place])
+                self._note_if_scalar(name, inputs[place])
         bound = equation.primitive.get_bind_params(parameters)
         functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # before JAX 0.10
         outputs = equation.primitive.bind(*functions, *inputs, **bound)
         outputs = outputs if equation.primitive.multiple_results else [outputs]
         if name in _BOUNDING:
-            self._look_at(name, outputs[0])
+            self._note_if_scalar(name, outputs[0])
         return outputs
 
     def _place(self) -> None:
         """Number each equation: loops are not unrolled, so none is passed twice."""
 
-    def _look_at(self, name: str, value: Any) -> None:
+    def _note_if_scalar(self, name: str, value: Any) -> None:
         is_scalar = not self._is_unnoted and not jnp.shape(value)
         if is_scalar and jnp.issubdtype(jnp.result_type(value), jnp.floating):
             self.note(name, value)

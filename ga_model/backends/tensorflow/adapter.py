@@ -198,8 +198,8 @@ class TensorFlowBackend(Backend):
             return sums, is_end
         numbers = sums._replace(gradients=[], amounts=[])
         exchange = self.compiled("exchange", self.replicas.exchanged, [])
-        found: Sums = exchange(numbers)
-        return found._replace(gradients=sums.gradients, amounts=sums.amounts), is_end
+        summed: Sums = exchange(numbers)
+        return summed._replace(gradients=sums.gradients, amounts=sums.amounts), is_end
 
     def amounts_of_all(self, amounts: list[Amount]) -> list[Amount]:
         shared = self.replicas

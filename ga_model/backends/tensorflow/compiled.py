@@ -126,12 +126,12 @@ class HeldSums:
 
     def hold(self, sums: Iterable[Any]) -> list[Any]:
         """Return sums of gradients, with variables for the dense ones."""
-        found = list(sums)
-        for place, value in enumerate(found):
+        held = list(sums)
+        for place, value in enumerate(held):
             if isinstance(value, tf.Tensor):
-                found[place] = self._variable(place, value)
-                found[place].assign(value)
-        return found
+                held[place] = self._variable(place, value)
+                held[place].assign(value)
+        return held
 
     def _variable(self, place: int, spec: Any) -> tf.Variable:
         """Return the variable for the sum at an index, of the spec's shape and dtype."""

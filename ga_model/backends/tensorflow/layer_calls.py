@@ -130,10 +130,10 @@ class Microbatches:
             _, traced = self._run_one(carried, fixed, samples, share)
         results = [*tf.nest.flatten(traced[:2]), *traced.losses]
         pairs = [pair for pair in zip(results, [*of_outputs, *of_losses]) if _has_gradient(pair[0])]
-        found = tape.gradient(
+        gradients = tape.gradient(
             [a for a, _ in pairs], sources, output_gradients=[b for _, b in pairs]
         )
-        return list(map(_tensors_of, found))
+        return list(map(_tensors_of, gradients))
 
     def _rows_at(self, index: Any) -> slice:
         return slice(index * self._size, tf.minimum((index + 1) * self._size, self._rows))
@@ -180,8 +180,8 @@ class Microbatches:
         results = [*outputs, *traced.losses]
         places = [place for place, result in enumerate(results) if _has_gradient(result)]
 
-        def gradient(*given: Any) -> list[Any]:
-            known = dict(zip(places, given))
+        def gradient(*upstream: Any) -> list[Any]:
+            known = dict(zip(places, upstream))
             every = [_or_zeros(known.get(place), t) for place, t in enumerate(results)]
             return self._backward(backward, begun, every[: len(outputs)], every[len(outputs) :])
 
@@ -202,27 +202,27 @@ class Microbatches:
             found: list[Any] = backward(carried, self._fixed, part, share, upstream, of_losses)
             return found
 
-        def begun_with(way: str, first: Any) -> Any:
+        def initial(way: str, first: Any) -> Any:
             if way != "joined":
                 return first
             return self._array(first.dtype, [None, *first.shape[1:]]).write(0, first)
 
-        def step(index: Any, so_far: list[Any]) -> Any:
+        def step(index: Any, totals: list[Any]) -> Any:
             def added(way: str, before: Any, value: Any) -> Any:
                 if way == "joined":
                     return before.write(index, value)
                 return before + value if way == "summed" else before
 
-            return index + 1, tf.nest.map_structure(added, ways, so_far, gradients(index))
+            return index + 1, tf.nest.map_structure(added, ways, totals, gradients(index))
 
         # A placeholder, so that no shape depends on the index, as in the loop.
         first = gradients(tf.compat.v1.placeholder_with_default(0, []))
         are_shared = (place < len(self._fixed) for place in self._places)
         ways = list(map(_ways_of, first, are_shared))
-        so_far = tf.nest.map_structure(begun_with, ways, first)
-        _, so_far = self._loop(step, [tf.constant(1), so_far])
+        totals = tf.nest.map_structure(initial, ways, first)
+        _, totals = self._loop(step, [tf.constant(1), totals])
         sources = (self._sources[place] for place in self._places)
-        return list(map(self._gradient, sources, so_far, first))
+        return list(map(self._gradient, sources, totals, first))
 
     def _gradient(self, source: Any, total: tuple[Any, ...], first: tuple[Any, ...]) -> Any:
         """Return the gradient of a source from the combined tensors and those of microbatch 0."""
@@ -303,15 +303,15 @@ def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any
     def run(fixed: list[Any], arrays: list[Any], begin: int, end: int) -> list[Any]:
         with tf.init_scope():
             draws = Draws(end - begin, TOTAL, begin, begin)
-            given = list(map(tf.constant, fixed)), [tf.constant(a[begin:end]) for a in arrays]
+            arguments = list(map(tf.constant, fixed)), [tf.constant(a[begin:end]) for a in arrays]
             if not derives:
-                return list(map(np.asarray, Noting(draws).run(call.function, given)))
-            sources = [tensor for tensor in (*given[1], *given[0]) if _has_gradient(tensor)]
+                return list(map(np.asarray, Noting(draws).run(call.function, arguments)))
+            sources = [tensor for tensor in (*arguments[1], *arguments[0]) if _has_gradient(tensor)]
             with seen_by_tapes(), tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(sources)
-                outputs = Noting(draws).run(call.function, given)
-            followed = [output for output in outputs if _has_gradient(output)]
-            gradients = tape.gradient(followed, sources, followed)
+                outputs = Noting(draws).run(call.function, arguments)
+            differentiable = [output for output in outputs if _has_gradient(output)]
+            gradients = tape.gradient(differentiable, sources, differentiable)
             return list(map(np.asarray, map(_or_zeros, gradients, sources)))
 
     return run
@@ -319,11 +319,11 @@ def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any
 
 def attached_to(output: Any) -> dict[str, Any]:
     """Return the tensors that Keras's losses read from an output, such as mask and logits."""
-    found = {"mask": mask_of(output), "logits": logits_of(output)}
+    attached = {"mask": mask_of(output), "logits": logits_of(output)}
     is_in_graph = tf.is_symbolic_tensor(output)
-    if found["logits"] is None and is_in_graph and output.op.type in _ACTIVATIONS:
-        found[output.op.type] = output.op.inputs[0]
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    if attached["logits"] is None and is_in_graph and output.op.type in _ACTIVATIONS:
+        attached[output.op.type] = output.op.inputs[0]
+    return {name: tensor for name, tensor in attached.items() if tensor is not None}
 
 
 def with_attached(output: Any, name: str, tensor: Any) -> Any:

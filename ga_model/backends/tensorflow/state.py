@@ -53,9 +53,9 @@ def other_variables(known: Iterable[Any]) -> Variables:
     """
     left_out = {id(copy) for variable in known for copy in copies(variable)}
     living = [value for value in gc.get_objects() if issubclass(type(value), tf.Variable)]
-    found = {id(copy): copy for variable in living for copy in copies(variable)}
+    variables = {id(copy): copy for variable in living for copy in copies(variable)}
     values = Variables()
-    values.note(v for key, v in found.items() if key not in left_out and _has_value(v))
+    values.note(v for key, v in variables.items() if key not in left_out and _has_value(v))
     return values
 
 

@@ -91,10 +91,10 @@ class GradientAccumulator(Accumulator):
         is_end = False
         while not is_end:
             self._known = self.variables or self._known
-            own = self._sums
+            own_sums = self._sums
             self.reset()
             applied = [Applied(optimizer, tuple(self._known))]
-            sums, is_end = self._processes.sum(applied, own, is_end=is_last)
+            sums, is_end = self._processes.sum(applied, own_sums, is_end=is_last)
             self._update(optimizer, sums, self._known)
             is_end = is_end or not is_last
 

@@ -49,15 +49,15 @@ def has_hooks(model: Any) -> bool:
 @contextlib.contextmanager
 def without_hooks(weights: Iterable[Any]) -> Iterator[None]:
     """Disable the hooks on gradients of weights in a block."""
-    hooks = [found for found in map(hooks_on_gradient, weights) if found]
-    contents = [dict(found) for found in hooks]
-    for found in hooks:
-        found.clear()
+    hooks = [registered for registered in map(hooks_on_gradient, weights) if registered]
+    contents = [dict(registered) for registered in hooks]
+    for registered in hooks:
+        registered.clear()
     try:
         yield
     finally:
-        for found, content in zip(hooks, contents):
-            found.update(content)
+        for registered, content in zip(hooks, contents):
+            registered.update(content)
 
 
 @contextlib.contextmanager

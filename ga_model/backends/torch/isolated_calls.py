@@ -33,18 +33,18 @@ def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any
     function, layer, fixed, samples = call
     limits = [_limits_of(tensor) for tensor in samples]
     state = {id(t): t for t in (*layer.parameters(), *map(raw, layer.variables))}
-    given = [t if id(t) in state else t.detach().requires_grad_(t.requires_grad) for t in fixed]
+    leaves = [t if id(t) in state else t.detach().requires_grad_(t.requires_grad) for t in fixed]
 
     def run(values: list[Any], arrays: list[Any], begin: int, end: int) -> list[Any]:
         parts = [
-            _within(torch.as_tensor(array[begin:end]), own).to(tensor.device)
-            for array, own, tensor in zip(arrays, limits, samples)
+            _within(torch.as_tensor(array[begin:end]), limit).to(tensor.device)
+            for array, limit, tensor in zip(arrays, limits, samples)
         ]
         with (
             preserving_random_state(),
             autocast_scopes()(),
             _without_saving_hooks(),
-            _exchanged(state, zip(given, values)),
+            _exchanged(state, zip(leaves, values)),
             noting_hooks() as hooks,
             torch.set_grad_enabled(derives),
         ):
@@ -53,15 +53,15 @@ def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any
                 if derives:
                     parts = [part.requires_grad_(part.is_floating_point()) for part in parts]
                 with Noting(Draws(end - begin, calls.TOTAL, begin, begin)):
-                    outputs = function(given, parts)
+                    outputs = function(leaves, parts)
                 if changed := kept.written(by_value=True):
                     raise NotByRowsError(f"it writes to {changed} in each call")
                 if derives:
                     if hooks:
                         text = "its tensors have hooks, which would see each microbatch"
                         raise NotByRowsError(text)
-                    others = parameters_beside(layer, given)
-                    sources = [t for t in (*parts, *given, *others) if t.requires_grad]
+                    others = parameters_beside(layer, leaves)
+                    sources = [t for t in (*parts, *leaves, *others) if t.requires_grad]
                     outputs = _isolated_gradients(outputs, sources)
             finally:
                 kept.put_back()

@@ -40,21 +40,21 @@ class Microbatches:
     """
 
     def __init__(self, split: Split) -> None:
-        given = [*split.fixed, *split.samples]
-        if not all(map(torch.is_tensor, given)):
+        tensors = [*split.fixed, *split.samples]
+        if not all(map(torch.is_tensor, tensors)):
             raise NotByRowsError("it takes something that is no tensor of PyTorch")
         self._split, self._rows = split, len(split.samples[0])
         starts = range(0, self._rows, split.size)[: split.most]
         self._shares = [slice(start, min(start + split.size, self._rows)) for start in starts]
-        self._is_source = [tensor.requires_grad for tensor in given]
+        self._is_source = [tensor.requires_grad for tensor in tensors]
         others = parameters_beside(split.layer, split.fixed)
-        self.sources = [t for t in (*given, *others) if t.requires_grad]
+        self.sources = [t for t in (*tensors, *others) if t.requires_grad]
         self._tensors = TensorSnapshot(split.layer)
         self._in_call, self._autocast = call_scopes(), autocast_scopes()
-        self._begun: list[Any] = []  # the `carried` and the random state before each microbatch
+        self._starts: list[Any] = []  # the `carried` and the random state before each microbatch
         self._carried = [tensor.detach().clone() for tensor in split.carried]  # it is written to
         self._moments: list[Moments] = []
-        self._number = 0  # number of outputs
+        self._num_outputs = 0
         self._attached: list[str] = []
         self._versions = [(name, t, times_written(t)) for name, t in _expected_unchanged(split)]
 
@@ -66,12 +66,12 @@ class Microbatches:
         """
         random = random_state()
         try:
-            found = _Operation.apply(self, *self.sources)
+            results = _Operation.apply(self, *self.sources)
         except BaseException:
             self._tensors.put_back()
             set_random_state(random)
             raise
-        outputs, others = list(found[: self._number]), found[self._number :]
+        outputs, others = list(results[: self._num_outputs]), results[self._num_outputs :]
         attached = dict(zip(self._attached, others))
         losses = list(others[len(attached) :])
         return self._carried, Traced(outputs, attached, losses, self._moments)
@@ -80,22 +80,22 @@ class Microbatches:
         """Return the outputs of all samples, the tensors attached to them, and the losses."""
         split, joined, losses = self._split, list[Any](), list[Any]()
         for share in self._shares:
-            self._begun.append((self._carried, random_state()))
+            self._starts.append((self._carried, random_state()))
             part = [tensor[share] for tensor in split.samples]
-            given = self._carried, split.fixed, part, self._part_of(share)
-            self._carried, traced = split.function(*given)
-            found = [*traced.outputs, *traced.attached.values()]
-            self._check(found, share.stop - share.start)
+            arguments = self._carried, split.fixed, part, self._part_of(share)
+            self._carried, traced = split.function(*arguments)
+            tensors = [*traced.outputs, *traced.attached.values()]
+            self._check(tensors, share.stop - share.start)
             if not joined:
-                self._number, self._attached = len(traced.outputs), list(traced.attached)
-                joined = [t.new_empty((self._rows, *t.shape[1:])) for t in found]
+                self._num_outputs, self._attached = len(traced.outputs), list(traced.attached)
+                joined = [t.new_empty((self._rows, *t.shape[1:])) for t in tensors]
                 self._moments = traced.moments
             elif len(traced.moments) != len(self._moments):
                 raise NotByRowsError("it normalizes microbatches differently")
             else:
                 moments = zip(self._moments, traced.moments)
                 self._moments = [a.plus(b) for a, b in moments]
-            for whole, tensor in zip(joined, found, strict=True):
+            for whole, tensor in zip(joined, tensors, strict=True):
                 if tensor.shape[1:] != whole.shape[1:]:
                     text = "its outputs have different shapes for different microbatches"
                     raise NotByRowsError(text)
@@ -119,8 +119,8 @@ class Microbatches:
             upstream: gradients of what `first_pass` returned; some may be None.
         """
         split, is_differentiable = self._split, torch.is_grad_enabled()  # for second derivatives
-        saved, number = iter(sources), len(split.fixed)
-        in_fixed, in_samples = self._is_source[:number], self._is_source[number:]
+        saved, num_fixed = iter(sources), len(split.fixed)
+        in_fixed, in_samples = self._is_source[:num_fixed], self._is_source[num_fixed:]
         fixed = [next(saved) if yes else t for t, yes in zip(split.fixed, in_fixed)]
         samples = [next(saved) if yes else t for t, yes in zip(split.samples, in_samples)]
         if not is_differentiable:  # leaves stay: a PyTorch module may read such a parameter itself
@@ -131,7 +131,7 @@ class Microbatches:
         python = PythonState(split.layer)
         try:
             with preserving_random_state(), without_hooks(shared):
-                for share, (carried, random) in zip(self._shares, self._begun, strict=True):
+                for share, (carried, random) in zip(self._shares, self._starts, strict=True):
                     set_random_state(random)
                     parts = [t[share] for t in samples]
                     with torch.enable_grad(), self._in_call(), self._autocast():
@@ -141,10 +141,10 @@ class Microbatches:
                             ]
                         _, traced = split.function(carried, fixed, parts, self._part_of(share))
                         pairs = self._pairs(traced, share, upstream)
-                        own = list(compress(parts, in_samples))
-                        gradients = gradients_of(pairs, [*shared, *own], is_differentiable)
+                        part_sources = list(compress(parts, in_samples))
+                        gradients = gradients_of(pairs, [*shared, *part_sources], is_differentiable)
                     sums = [_added(a, b) for a, b in zip(sums, gradients)]
-                    for part, gradient, found in zip(own, gradients[len(shared) :], rows):
+                    for part, gradient, found in zip(part_sources, gradients[len(shared) :], rows):
                         found.append(torch.zeros_like(part) if gradient is None else gradient)
         finally:
             python.put_back()
@@ -153,15 +153,15 @@ class Microbatches:
             torch.cat([*found, t.new_zeros((self._rows - share.stop, *t.shape[1:]))])
             for found, t in zip(rows, compress(samples, in_samples))
         ]
-        number = sum(in_fixed)
-        return [*sums[:number], *joined, *sums[number:]]
+        num_in_fixed = sum(in_fixed)
+        return [*sums[:num_in_fixed], *joined, *sums[num_in_fixed:]]
 
     def _pairs(self, traced: Traced, share: slice, upstream: tuple[Any, ...]) -> Any:
         """Return pairs of an output or loss of a microbatch and its gradient, where it has one."""
-        found = [*traced.outputs, *traced.attached.values()]
-        rows, of_losses = upstream[: len(found)], upstream[len(found) :]
+        tensors = [*traced.outputs, *traced.attached.values()]
+        rows, of_losses = upstream[: len(tensors)], upstream[len(tensors) :]
         gradients = [*(None if g is None else g[share] for g in rows), *of_losses]
-        pairs = zip([*found, *traced.losses], gradients, strict=True)
+        pairs = zip([*tensors, *traced.losses], gradients, strict=True)
         return [(t, g) for t, g in pairs if g is not None and t.requires_grad]
 
     def _part_of(self, share: slice) -> float:
@@ -185,9 +185,9 @@ class _Operation(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(*sources)  # PyTorch then detects writes to them
         ctx.set_materialize_grads(False)
-        found = call.first_pass()
-        ctx.mark_non_differentiable(*[t for t in found if not t.is_floating_point()])
-        return tuple(found)
+        results = call.first_pass()
+        ctx.mark_non_differentiable(*[t for t in results if not t.is_floating_point()])
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
@@ -197,13 +197,13 @@ class _Operation(torch.autograd.Function):
 
 def gradients_of(pairs: Any, sources: list[Any], create_graph: bool) -> list[Any]:
     """Return the gradients with respect to sources, or None for each without one."""
-    followed = [source for source in sources if source.requires_grad]
-    if not pairs or not followed:
+    differentiable = [source for source in sources if source.requires_grad]
+    if not pairs or not differentiable:
         return [None for _ in sources]
     outputs, gradients = zip(*pairs)
     options = {"create_graph": create_graph, "allow_unused": True}
-    found = iter(torch.autograd.grad(outputs, followed, gradients, **options))
-    return [next(found) if source.requires_grad else None for source in sources]
+    results = iter(torch.autograd.grad(outputs, differentiable, gradients, **options))
+    return [next(results) if source.requires_grad else None for source in sources]
 
 
 def _added(total: Any, gradient: Any) -> Any:

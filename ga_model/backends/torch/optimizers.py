@@ -114,8 +114,8 @@ class TorchOptimizers:
 
     def parts(self) -> list[Any]:
         """Return the optimizers and the model's schedulers, which a step changes."""
-        kept = list(vars(self._model).values())
-        return [*self.of_torch(), *instances_in(kept, _SCHEDULERS)]
+        attributes = list(vars(self._model).values())
+        return [*self.of_torch(), *instances_in(attributes, _SCHEDULERS)]
 
     def recorded(self) -> Any:
         """Return a context in which their `step` passes gradients to a recording."""
@@ -129,13 +129,13 @@ class TorchOptimizers:
     def _take(self, recording: Any, optimizer: Any, closure: Any = None) -> None:
         if closure is not None:
             raise CannotAccumulateError(refusals.closure_message(self._model.name))
-        found, weights = self._of(optimizer), self._model.trainable_variables
+        wrapper, weights = self._of(optimizer), self._model.trainable_variables
         known = {id(raw(variable)): variable for variable in weights}
-        updated = [p for p in found.parameters() if p.requires_grad]
+        updated = [p for p in wrapper.parameters() if p.requires_grad]
         if not all(id(parameter) in known for parameter in updated):
-            raise CannotAccumulateError(refusals.foreign_message(self._model.name, found.name))
+            raise CannotAccumulateError(refusals.foreign_message(self._model.name, wrapper.name))
         if recording.moves_by is not None:  # in a trial, which compares them
-            found.note_numbers()
+            wrapper.note_numbers()
         note_step(optimizer)
         variables = tuple(known[id(parameter)] for parameter in updated)
-        take(recording, Applied(found, variables), [p.grad for p in updated])
+        take(recording, Applied(wrapper, variables), [p.grad for p in updated])

@@ -1,9 +1,8 @@
 """Several processes that train one model: agree on the next action, and sum gradients.
 
 They communicate at the end of each window, at the start of each epoch and at the end of `fit`. Each
-first sends all others a few numbers that say what it is about to do. So a mismatch is an error in
-all of them, and none waits for a process that is elsewhere in its training. Then gradients are
-summed, if there are any.
+first sends all others a few numbers that say what it is about to do: a mismatch is an error in all,
+and none waits for a process that is elsewhere in its training. Then gradients are summed, if any.
 
 With u_r the unit in which process r counts its weights, and U the largest of them, sums and weights
 of all processes are
@@ -77,17 +76,18 @@ class Processes:
         self._is_in_fit = self._has_ended = False
 
     def _agree(self, kind: int, epoch: int, variables: Sequence[Any]) -> None:
-        told = self._tell(_Message(kind, epoch, *_fingerprint(variables)), _device_of(variables))
-        if len({message.epoch for message in told}) > 1:
-            raise RuntimeError(_elsewhere_message([f"epoch {int(m.epoch)}" for m in told]))
-        _check_alike(told)
+        message = _Message(kind, epoch, *_fingerprint(variables))
+        messages = self._exchange(message, _device_of(variables))
+        if len({message.epoch for message in messages}) > 1:
+            raise RuntimeError(_elsewhere_message([f"epoch {int(m.epoch)}" for m in messages]))
+        _check_equal(messages)
 
-    def _tell(self, message: _Message, device: Any) -> list[_Message]:
+    def _exchange(self, message: _Message, device: Any) -> list[_Message]:
         """Send a message to all processes, and return those of all, in order of ranks."""
         here = torch.tensor(list(map(float, message)), dtype=torch.float64, device=device)
-        told = [torch.empty_like(here) for _ in range(self.size)]
-        torch.distributed.all_gather(told, here, group=self._group)
-        messages = list(map(_Message._make, torch.stack(told).tolist()))
+        gathered = [torch.empty_like(here) for _ in range(self.size)]
+        torch.distributed.all_gather(gathered, here, group=self._group)
+        messages = list(map(_Message._make, torch.stack(gathered).tolist()))
         kinds = {int(message.kind) for message in messages}
         if len(kinds) > 1 and kinds != {_WINDOW, _END}:
             raise RuntimeError(_elsewhere_message([_NAMES[int(m.kind)] for m in messages]))
@@ -120,15 +120,15 @@ class Processes:
         total, unit = (float(own.total), float(own.unit)) if number and not is_sum else (0.0, 0.0)
         prints = (0.0, 0.0) if self._has_compared else _fingerprint(variables)
         kind, shape = _END if is_end else _WINDOW, _shape_of([a.variables for a in applied])
-        told = self._tell(
+        messages = self._exchange(
             _Message(kind, 0.0, *prints, number, total, unit, is_sum, shape, is_measured), device
         )
-        is_end = all(message.kind == _END for message in told)
+        is_end = all(message.kind == _END for message in messages)
         self._has_ended = is_end and self._is_in_fit
-        counting = [message for message in told if message.number]
+        counting = [message for message in messages if message.number]
         if not counting:
             return sums, is_end
-        self._check(told, counting)
+        self._check(messages, counting)
         largest = max(abs(message.unit) for message in counting)
         is_sum = bool(counting[0].is_sum)
         shrink = unit / largest if unit and largest else 1.0
@@ -146,22 +146,22 @@ class Processes:
             sums = sums._replace(squares=squares)
         return sums, is_end
 
-    def _check(self, told: list[_Message], counting: list[_Message]) -> None:
+    def _check(self, messages: list[_Message], counting: list[_Message]) -> None:
         """Raise RuntimeError in all processes unless their windows can be summed."""
-        if len({message.shape for message in told}) > 1:
+        if len({message.shape for message in messages}) > 1:
             raise RuntimeError(
                 "All processes of a `process_group` must train the same model, and each needs a "
                 "batch in the first window. Received: variables of different shapes in another "
                 "process, or none. Create and compile the same model in all processes, and give "
                 "each a share of the data."
             )
-        if len({message.is_measured for message in told}) > 1:
+        if len({message.is_measured for message in messages}) > 1:
             raise RuntimeError(
                 "`GradientNoiseScale` must run in all processes of a `process_group`. "
                 "Received: the callback in only some of them. Pass one to `fit` in each process."
             )
         if not self._has_compared:
-            _check_alike(told)
+            _check_equal(messages)
         self._has_compared = True
         if len({message.is_sum for message in counting}) > 1:
             raise RuntimeError(
@@ -181,10 +181,10 @@ class Processes:
 
     def _summed(self, variables: list[Any], gradients: list[Any]) -> list[Any]:
         """Return the sums over processes, None where no process has a gradient."""
-        found: list[Any] = []
+        summed: list[Any] = []
         for bucket in _buckets(variables):
             dtype, device = _sum_dtype(bucket[0]), raw(bucket[0]).device
-            pieces = gradients[len(found) : len(found) + len(bucket)]
+            pieces = gradients[len(summed) : len(summed) + len(bucket)]
             flags = [float(piece is not None) for piece in pieces]
             values = [
                 (torch.zeros_like(raw(v)) if piece is None else piece).to(dtype).reshape(-1)
@@ -194,11 +194,11 @@ class Processes:
             torch.distributed.all_reduce(flat, group=self._group)
             numbers = flat[: len(bucket)].tolist()
             sums = flat[len(bucket) :].split([raw(v).numel() for v in bucket])
-            found += [
+            summed += [
                 piece.view(raw(v).shape) if number else None
                 for v, number, piece in zip(bucket, numbers, sums)
             ]
-        return found
+        return summed
 
 
 def processes_of(group: Any) -> Processes | None:
@@ -250,9 +250,9 @@ def _fingerprint(variables: Sequence[Any]) -> tuple[float, float]:
     return float(total), float(squares)
 
 
-def _check_alike(told: list[_Message]) -> None:
+def _check_equal(messages: list[_Message]) -> None:
     """Raise RuntimeError if variables differ between processes."""
-    prints = [(message.print_of_sum, message.print_of_squares) for message in told]
+    prints = [(message.print_of_sum, message.print_of_squares) for message in messages]
     # Different hardware may sum in a different order.
     scale = 1e-9 * (1.0 + max(squares for _, squares in prints))
     for row in prints:
