@@ -26,9 +26,9 @@ class CoreHooks(_Base):
 
     @property
     def _compile_loss(self) -> Any:
-        """The compiled loss, of which a copy notes its terms while a step is recorded, or None.
+        """The compiled loss or None. While a step is recorded, a copy that records its terms.
 
-        It stays under this name in the instance's `__dict__`, where Keras's saving finds it.
+        The loss itself is in the instance's `__dict__` by this name, where Keras's saving finds it.
         """
         compiled, recording = compiled_loss(self), current_recording(self)
         if compiled is None or recording is None:
@@ -46,7 +46,7 @@ class CoreHooks(_Base):
         return total
 
     def make_train_function(self, force: bool = False) -> Any:
-        """Make the function that `fit` calls for each execution: Keras's own, or accumulation."""
+        """Make the function that `fit` calls for each execution: Keras's own, or ours."""
         if self.train_function is None or force:
             super().make_train_function(force=True)
             of_keras = self.train_function
@@ -60,5 +60,5 @@ class CoreHooks(_Base):
         return self.train_function
 
     def _train(self, *arguments: Any) -> Any:
-        """Train as Keras's train function does, with accumulation."""
+        """Train one execution with accumulation; arguments are those of Keras's function."""
         raise NotImplementedError

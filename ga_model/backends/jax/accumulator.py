@@ -13,16 +13,15 @@ from ga_model.core.accumulator import Accumulator, added
 class GradientAccumulator(Accumulator):
     """Sums weighted gradients over microbatches and applies their mean to an optimizer.
 
-    The same class as on TensorFlow, for the JAX backend. It has state, so use it between functions
-    that `jax.jit` compiles, and not inside one: what they return are arrays that it adds up. There
-    is one buffer per variable: float32 for float16 and bfloat16 variables, otherwise the
-    gradient's dtype.
+    The same class as on TensorFlow, for the JAX backend. It has state, so call it outside of
+    functions that `jax.jit` compiles, with the gradients that these return. There is one buffer per
+    variable: float32 for float16 and bfloat16 variables, otherwise the gradient's dtype.
 
-    In a loop that keeps weights outside of the variables, take the window's gradient from `mean`,
+    If your loop keeps weights outside of the variables, take the window's gradient from `mean`,
     pass it to `optimizer.stateless_apply`, and call `reset`.
 
     Attributes:
-        num_microbatches: an integer, microbatches added since the last reset.
+        num_microbatches: int, number of microbatches added since the last reset.
 
     Example:
 
@@ -64,7 +63,7 @@ class GradientAccumulator(Accumulator):
 
 
 def _check_not_compiled(value: Any) -> None:
-    """Raise TypeError if a value is one of a function that `jax.jit` compiles."""
+    """Raise TypeError if a value is a tracer."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
             "On JAX, a `GradientAccumulator` has state, which a function that `jax.jit` compiles "

@@ -25,7 +25,7 @@ from ga_model.core.stand_ins import SCALE_LOSS, recorded
 def _stateless_apply(
     recording: Any, optimizer: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
 ) -> tuple[Any, Any]:
-    """Give a recording the gradients that a step applies, and make the update of a trial."""
+    """Record the gradients that a step applies, and make the surrogate update of a trial."""
     applied = Applied(optimizer, tuple(recording.model.trainable_variables))
     recording.apply(applied, grads, values=optimizer_variables)
     if not recording.is_moving:
@@ -59,10 +59,10 @@ class JaxBackend(Backend):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self._values: dict[Group, list[Any]] = {}
-        self._of_running = ThreadValue({})  # the values that the step that runs began with
+        self._step_values = ThreadValue({})  # values at the start of the running step
 
     def variables(self, group: Group) -> list[Any]:
-        """Return the variables of a group, in the order in which Keras passes their values."""
+        """Return the variables of a group, in the order in which Keras passes values."""
         if group == "optimizer":
             return list(self._model.optimizer.variables)
         return list(getattr(self._model, f"{group}_variables"))
@@ -75,7 +75,7 @@ class JaxBackend(Backend):
             return ("trainable", "non_trainable", "metrics")
         return GROUPS
 
-    # What is compiled.
+    # Compiled functions.
 
     def _compiled(self, name: Any, function: Function) -> Compiled:
         return Compiled(self, function, is_brief=name[0] == "trial")
@@ -94,7 +94,7 @@ class JaxBackend(Backend):
         if (distribution := keras.distribution.distribution()) is None:
             return data
 
-        # A part of a batch lies on some of its devices, or is copied to all: share it evenly.
+        # A slice of a batch is on some of its devices only, or copied to all: share it evenly.
         def place(leaf: Any) -> Any:
             if not jnp.ndim(leaf):
                 return leaf
@@ -121,13 +121,13 @@ class JaxBackend(Backend):
     # The values of variables.
 
     def values(self, group: Group) -> list[Any]:
-        """Return the present values of a group, in a scope or outside."""
+        """Return the present values of a group, inside or outside a `StatelessScope`."""
         if (scope := stateless_scope()) is None:
             return self._values[group]
         return [value_in(scope, variable) for variable in self.variables(group)]
 
     def put(self, group: Group, values: dict[int, Any]) -> None:
-        """Give variables of a group new values, by their place."""
+        """Set new values of variables of a group, by index."""
         if stateless_scope() is None:
             before = self._values[group]
             self._values[group] = [values.get(place, value) for place, value in enumerate(before)]
@@ -137,17 +137,17 @@ class JaxBackend(Backend):
             variables[place].assign(value)
 
     def train(self, state: Any, run: Callable[[], Any]) -> tuple[Any, tuple[Any, ...]]:
-        """Run a function that returns logs with the values that Keras passes to a train function.
+        """Run a function with the values that Keras passes to a train function.
 
         Returns:
-            The logs, and the values after it.
+            The logs that it returns, and the values of variables after it.
         """
         self._values = dict(zip(GROUPS, map(list, state)))
         try:
             logs = run()
             return logs, tuple(self._values[group] for group in GROUPS)
         except BaseException:  # KeyboardInterrupt, too
-            # Keras would lose them, if it is the first step of `fit`.
+            # Otherwise Keras loses them if this is the first step of `fit`.
             leave_values(self._model, self._values)
             raise
         finally:
@@ -175,27 +175,27 @@ class JaxBackend(Backend):
         finally:
             self._values = {}
 
-    # What is run.
+    # Steps.
 
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
         before = {group: self.values(group) if self._is_read(group) else [] for group in GROUPS}
         state = tuple(list(before[group]) for group in GROUPS)
-        with self.running_step(), self._of_running.set(before):
+        with self.running_step(), self._step_values.set(before):
             logs, state = self._model.train_step(state, data)
         changed = {group: _changed(values, before[group]) for group, values in zip(GROUPS, state)}
-        for group, found in changed.items():
-            self.put(group, found)
+        for group, values in changed.items():
+            self.put(group, values)
         others = self.variables("non_trainable")
         return logs, [others[place] for place in changed["non_trainable"]]
 
     def _is_read(self, group: Group) -> bool:
-        """Return whether the function that runs here reads a group of variables."""
+        """Return whether the running function got the values of a group of variables."""
         known = stateless_scope().state_mapping
         return all(id(variable) in known for variable in self.variables(group))
 
     def microbatch_weight(self, data: Any) -> Any:
-        outer = stateless_scope()  # of a scaled loss, with variables of the optimizer only
-        values = self._values if outer is None else self._of_running.get()
+        outer = stateless_scope()  # while a loss is scaled, it has optimizer variables only
+        values = self._values if outer is None else self._step_values.get()
         with _scope({group: self.variables(group) for group in values}, values) as scope:
             scope.state_mapping.update({} if outer is None else outer.state_mapping)
             return super().microbatch_weight(data)
@@ -219,8 +219,8 @@ class JaxBackend(Backend):
             return result, after
 
         (result, after), noted = super().noting(pure, (values, arguments), draws)
-        for group, found in after.items():
-            self.put(group, found)
+        for group, new_values in after.items():
+            self.put(group, new_values)
         return result, noted
 
     def run_plain(
@@ -241,7 +241,7 @@ class JaxBackend(Backend):
         self.put("trainable", dict(enumerate(after[0])))
         self.put("optimizer", dict(enumerate(after[1])))
 
-    # What is refused, or found out.
+    # Checks, and calls of layers.
 
     def check(self) -> None:
         refusals.check(self._model)
@@ -272,9 +272,9 @@ class JaxBackend(Backend):
 
 
 class Compiled:
-    """A function of the core, as a pure function that is compiled if the model is.
+    """A function of the core as a pure function, which is compiled if the model is.
 
-    A brief one runs few times, so that compiling takes longer than running.
+    With `is_brief` it is compiled without optimization, as it runs only a few times.
     """
 
     def __init__(self, backend: JaxBackend, function: Function, is_brief: bool) -> None:
@@ -288,8 +288,8 @@ class Compiled:
 
     def __call__(self, *arguments: Any) -> Any:
         result, updated, changed = self._pure(*self._inputs(arguments))
-        for group, found in (*updated.items(), *changed.items()):
-            self._backend.put(group, found)
+        for group, values in (*updated.items(), *changed.items()):
+            self._backend.put(group, values)
         return result
 
     def shapes(self, arguments: tuple[Any, ...]) -> Any:
@@ -303,8 +303,8 @@ class Compiled:
         return (updated, arguments[:number]), read, arguments[number:]
 
     def _run(self, donated: Any, read: dict[Group, list[Any]], arguments: Any) -> Any:
-        """Return the function's result, and new values: all of the groups that it updates, and of
-        other groups only the changed ones, because the results of a program are copied.
+        """Return the function's result and new values: all of the groups that it updates, and only
+        the changed ones of other groups, because results of a program are copied.
         """
         updated, consumed = donated
         values = {**updated, **read}
@@ -320,10 +320,10 @@ class Compiled:
 
 
 def _changed(after: Iterable[Any], before: Iterable[Any]) -> dict[int, Any]:
-    """Return the values that have changed, by their place."""
+    """Return the values that have changed, by index."""
     return {i: new for i, (new, old) in enumerate(zip(after, before)) if new is not old}
 
 
 def _scope(variables: dict[Group, list[Any]], values: dict[Group, list[Any]]) -> Any:
-    """Return a `keras.StatelessScope` in which the variables of each group have values."""
+    """Return a `keras.StatelessScope` in which the variables of each group have these values."""
     return scope_of(chain(*variables.values()), chain(*(values[group] for group in variables)))

@@ -8,7 +8,7 @@ from ga_model.backends.hooks import CoreHooks
 
 
 class Hooks(CoreHooks):
-    """What a model answers that Keras asks it on JAX."""
+    """Methods of a model that Keras calls on JAX."""
 
     def _train(self, state: Any, iterator: Any) -> Any:
         run, number = self._accumulation.train, self.steps_per_execution

@@ -1,6 +1,6 @@
-"""Run a call of a layer by microbatches: a scan of a function that keeps only its inputs.
+"""Run a layer call by microbatches: `jax.lax.scan` over a rematerialized function.
 
-JAX runs it again where it takes gradients, and sums those of the weights in its loop.
+For gradients, JAX runs the function again and sums those of weights in its loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ga_model.core.proof import calls
 from ga_model.core.proof.noted import Draws
 from ga_model.core.statistics import Moments
 
-# Options of XLA for a program that runs few times and takes longer to compile than to run.
+# Options of XLA for a program that runs a few times, and takes longer to compile than to run.
 OF_BRIEF = {"xla_backend_optimization_level": 0}
 
 
@@ -27,7 +27,7 @@ def by_microbatches(split: Split) -> tuple[list[Any], Traced]:
     """Run a function by microbatches: see `Backend.by_microbatches`."""
     samples, size = split.samples, split.size
     rows = samples[0].shape[0]
-    number, rest = divmod(rows, size)
+    num_full, rest = divmod(rows, size)
 
     def part(share: float) -> Any:
         @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -36,23 +36,23 @@ def by_microbatches(split: Split) -> tuple[list[Any], Traced]:
 
         return run
 
-    stacked = [a[: number * size].reshape(number, size, *a.shape[1:]) for a in samples]
+    stacked = [a[: num_full * size].reshape(num_full, size, *a.shape[1:]) for a in samples]
     carried, traced = jax.lax.scan(part(size / rows), split.carried, stacked)
-    found = jax.tree.map(lambda a: a.reshape(number * size, *a.shape[2:]), traced[:2])
+    joined = jax.tree.map(lambda a: a.reshape(num_full * size, *a.shape[2:]), traced[:2])
     losses = list(map(jnp.sum, traced.losses))
     moments = list(map(Moments.of_stacked, traced.moments))
     if rest:
-        carried, last = part(rest / rows)(carried, [a[number * size :] for a in samples])
-        found = jax.tree.map(lambda *parts: jnp.concatenate(parts), found, last[:2])
+        carried, last = part(rest / rows)(carried, [a[num_full * size :] for a in samples])
+        joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), joined, last[:2])
         losses = [a + b for a, b in zip(losses, last.losses)]
         moments = [a.plus(b) for a, b in zip(moments, last.moments)]
     return carried, traced._replace(
-        outputs=found[0], attached=found[1], losses=losses, moments=moments
+        outputs=joined[0], attached=joined[1], losses=losses, moments=moments
     )
 
 
 def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any]:
-    """Return what runs a function while another one is traced: see `Backend.run_isolated`."""
+    """Return a function that runs a call during a trace: see `Backend.run_isolated`."""
     function = functools.partial(_gradients, call.function) if derives else call.function
     compiled: dict[int, Any] = {}
 
@@ -63,10 +63,10 @@ def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any
             compiled[end - begin] = jax.jit(of_size, compiler_options=OF_BRIEF)
         try:
             with jax.ensure_compile_time_eval():
-                found = compiled[end - begin](*arguments)
-        except NotImplementedError:  # of loops, up to JAX 0.6
-            found = compiled[end - begin].lower(*arguments).compile()(*arguments)
-        return list(map(np.asarray, found))
+                results = compiled[end - begin](*arguments)
+        except NotImplementedError:  # raised for loops, up to JAX 0.6
+            results = compiled[end - begin].lower(*arguments).compile()(*arguments)
+        return list(map(np.asarray, results))
 
     return run
 
@@ -76,14 +76,14 @@ def _gradients(function: Any, fixed: Any, samples: Any) -> Any:
     places = [place for place, source in enumerate(sources) if _has_gradient(source)]
 
     def run(values: list[Any]) -> Any:
-        given = list(sources)
+        arrays = list(sources)
         for place, value in zip(places, values):
-            given[place] = value
-        outputs = function(given[len(samples) :], given[: len(samples)])
+            arrays[place] = value
+        outputs = function(arrays[len(samples) :], arrays[: len(samples)])
         return list(filter(_has_gradient, outputs))
 
-    followed, pull = jax.vjp(run, [sources[place] for place in places])
-    (gradients,) = pull(followed)
+    results, pullback = jax.vjp(run, [sources[place] for place in places])
+    (gradients,) = pullback(results)
     return gradients
 
 

@@ -1,7 +1,7 @@
-"""Run a function, and note the scalars that it may divide by.
+"""Run a function, and record the scalars that it may divide by.
 
-The function is traced to a jaxpr, which is evaluated equation by equation. Only calls of jaxprs
-are looked into; unknown equations are bound as they are.
+The function is traced to a jaxpr, which is evaluated equation by equation. Called jaxprs are
+evaluated the same way; unknown equations are bound unchanged.
 """
 
 from __future__ import annotations
@@ -15,27 +15,25 @@ from jax.extend.core import Literal
 
 from ga_model.core.proof.noted import Draws, Noted
 
-# Equations that call one jaxpr with their inputs, and the parameters that it may be under.
-# What JAX is to recompute (`remat`) is left as it is.
+# Equations that call one jaxpr with their inputs. `remat` is left out: JAX recomputes it.
 _CALLS = {"pjit", "jit", "closed_call", "core_call", "custom_jvp_call"}
 _CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr"}
-# Equations, and the places of inputs that they divide by, or that bound a divisor, as in
-# `x / maximum(n, 1)`.
+# Indices of the inputs that equations divide by, or bound a divisor with: `x / maximum(n, 1)`.
 _DIVIDING = {"div": (1,), "max": (0, 1), "select_n": (1, 2), "integer_pow": (0,), "pow": (0,)}
-# Equations that decide by their first input, and those whose result may be a bound.
+# Equations that branch on their first input, and those whose result may be a bound.
 _DECIDING = {"cond", "select_n"}
 _BOUNDING = {"max", "min", "clamp", "select_n"}
-UNNOTED = "ga_model.unnoted"  # a named scope of what this package computes
-_JAXPRS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+UNNOTED = "ga_model.unnoted"  # named scope of computations of this package
+_JAXPRS = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # names of the parameter that holds it
 
 
 class Noting(Noted):
-    """Evaluates jaxprs, and notes."""
+    """Evaluates the jaxpr of a function, and records scalars."""
 
     _is_unnoted = False
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Return what a function returns for its arguments: nests of arrays."""
+        """Evaluate a function of nests of arrays."""
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
         outputs = self._evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
@@ -56,11 +54,11 @@ class Noting(Noted):
         name, parameters = equation.primitive.name, equation.params
         outer, self._is_unnoted = self._is_unnoted, self._is_unnoted or _is_of_package(equation)
         try:
-            return self._found(equation, name, parameters, inputs)
+            return self._evaluated(equation, name, parameters, inputs)
         finally:
             self._is_unnoted = outer
 
-    def _found(self, equation: Any, name: str, parameters: Any, inputs: list[Any]) -> Any:
+    def _evaluated(self, equation: Any, name: str, parameters: Any, inputs: list[Any]) -> Any:
         inner = next((parameters[key] for key in _JAXPRS if key in parameters), None)
         if name in _CALLS and inner is not None:
             jaxpr, constants = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
@@ -69,35 +67,35 @@ class Noting(Noted):
             dtype = jnp.dtype(f"uint{parameters['bit_width']}")
             return [_bits(self._draws, tuple(parameters["shape"]), dtype)]
         if name in _DECIDING and not jnp.shape(inputs[0]):
-            self._look_at(name, inputs[0].astype("float32"))
+            self._note_if_scalar(name, inputs[0].astype("float32"))
         for place in _DIVIDING.get(name, ()):
             if not isinstance(equation.invars[place], Literal):
-                self._look_at(name, inputs[place])
+                self._note_if_scalar(name, inputs[place])
         bound = equation.primitive.get_bind_params(parameters)
         functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # before JAX 0.10
         outputs = equation.primitive.bind(*functions, *inputs, **bound)
         outputs = outputs if equation.primitive.multiple_results else [outputs]
         if name in _BOUNDING:
-            self._look_at(name, outputs[0])
+            self._note_if_scalar(name, outputs[0])
         return outputs
 
     def _place(self) -> None:
-        """Loops are not unrolled."""
+        """Number each equation: loops are not unrolled, so none is passed twice."""
 
-    def _look_at(self, name: str, value: Any) -> None:
+    def _note_if_scalar(self, name: str, value: Any) -> None:
         is_scalar = not self._is_unnoted and not jnp.shape(value)
         if is_scalar and jnp.issubdtype(jnp.result_type(value), jnp.floating):
             self.note(name, value)
 
 
 def _is_of_package(equation: Any) -> bool:
-    """Return whether this package computes something, as `JaxBackend.unnoted` marks it."""
+    """Return whether an equation is this package's, as marked by `JaxBackend.unnoted`."""
     source = getattr(equation, "source_info", None)
     return UNNOTED in str(getattr(source, "name_stack", ""))
 
 
 def _bits(draws: Draws, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return random bits: each sample has its own, wherever it is in a batch."""
+    """Return random bits in which a sample has the same ones wherever it is in a batch."""
     key, kind = jax.random.key(draws.next_seed()), draws.kind_of(shape)
     if kind == "by sample":
         every = jax.random.bits(key, (draws.total, *shape[1:]), dtype)

@@ -1,4 +1,4 @@
-"""What is not supported on the JAX backend: checks, errors and warnings."""
+"""Refuse what the JAX backend does not support: checks and messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OTHERS = (
 
 
 def check(model: Any) -> None:
-    """Raise ValueError if a model cannot be accumulated here."""
+    """Raise ValueError if gradients overwrite variables, or the distribution is not supported."""
     if overwritten := [v.path for v in model.trainable_variables if overwrites(v)]:
         raise ValueError(
             "On JAX, gradients that overwrite their variables, such as those of float8 layers, "
@@ -38,7 +38,7 @@ def check(model: Any) -> None:
 
 
 def check_known(model: Any, scope: Any, groups: Iterable[list[Any]]) -> None:
-    """Raise RuntimeError if a variable that is in none of the groups was written to in a scope."""
+    """Raise RuntimeError if a scope wrote to a variable that is in none of the groups."""
     if set(scope.state_mapping) - {id(variable) for group in groups for variable in group}:
         raise RuntimeError(
             "On JAX, `on_update` can write to the variables of the model and its optimizer only. "

@@ -21,8 +21,8 @@ class GradientAccumulator(Accumulator):
     """Sums weighted gradients over microbatches and applies their mean to an optimizer.
 
     For custom training loops, eagerly and in a `tf.function`. The mean of a window is
-    sum(w_i * g_i) / sum(w_i), where each weight is what the microbatch's loss is divided by: the
-    number of samples for a mean over samples, the number of valid tokens for a mean over tokens.
+    sum(w_i * g_i) / sum(w_i). The weight of a microbatch is the divisor of its loss: the number of
+    samples for a mean over samples, the number of valid tokens for a mean over tokens.
 
     The first `add` creates one buffer per variable that has a gradient: float32 for float16 and
     bfloat16 variables, otherwise the variable's dtype. A variable whose gradients are None is
@@ -30,9 +30,9 @@ class GradientAccumulator(Accumulator):
     scale of a float8 layer, the largest value is used.
 
     The rows of `tf.IndexedSlices` are concatenated: one for each lookup of the window. Rows whose
-    indices do not follow from the samples, such as those of positions, are added element by
-    element, because the full batch has each of them once. They are told apart where `add` is called
-    in a `tf.function` for any number of samples, such as one with
+    indices do not depend on the samples, such as those of positions, are added elementwise, because
+    the full batch has each of them once. They are only detected where `add` is called in a
+    `tf.function` for any number of samples, such as one with
     `input_signature=[tf.TensorSpec([None, length])]`. Elsewhere each lookup is a row.
 
     Under a `tf.distribute` strategy, create it in the strategy's scope and call `add` in
@@ -41,7 +41,7 @@ class GradientAccumulator(Accumulator):
     in `apply`, which may be called there or outside.
 
     Attributes:
-        num_microbatches: int64 scalar variable, microbatches added since the last update or reset.
+        num_microbatches: int64 scalar variable, microbatches since the last update or reset.
 
     Example:
 
@@ -88,23 +88,23 @@ class GradientAccumulator(Accumulator):
         if self._is_sum not in (None, is_sum):
             raise ValueError(messages.mixed_weights_message())
         if not self.variables:
-            self._sums = list(map(_begun, gradients, variables))
+            self._sums = list(map(_buffer, gradients, variables))
         self._is_sum, self.variables = is_sum, self.variables or variables
         pairs = zip(variables, gradients, self._sums)
-        if late := [v for v, gradient, so_far in pairs if so_far is None is not gradient]:
+        if late := [v for v, gradient, buffer in pairs if buffer is None is not gradient]:
             raise RuntimeError(messages.late_gradient_message(late))
         weight = _numbers.float64(1.0 if is_sum else weight)
         unit, counts = self._unit.read_value(), weight != 0
         later = tf.maximum(unit, abs(weight))
         relative, shrink = _numbers.share(weight, later), shrinkage(unit, later)
         is_first = tf.equal(self.num_microbatches, 0)
-        for variable, so_far, gradient in zip(self.variables, self._sums, gradients):
-            before = _read(so_far, is_first)
+        for variable, buffer, gradient in zip(self.variables, self._sums, gradients):
+            before = _read(buffer, is_first)
             if gradient is not None:
-                found = _weighed(gradient, so_far, variable, relative)
-                _assign(so_far, _plus(before, found, shrink, counts, is_first))
-            elif so_far is not None:
-                _assign(so_far, shrunk(before, shrink))
+                weighted = _weighted(gradient, buffer, variable, relative)
+                _assign(buffer, _plus(before, weighted, shrink, counts, is_first))
+            elif buffer is not None:
+                _assign(buffer, shrunk(before, shrink))
         self._total.assign(self._total * shrink + relative)
         self._unit.assign(later)
         self.num_microbatches.assign_add(1)
@@ -125,7 +125,7 @@ class GradientAccumulator(Accumulator):
         return self._mean(self._divisor())
 
     def _divisor(self) -> Any:
-        """Return the divisor of this replica's sums. Every replica has to call it."""
+        """Return the divisor of this replica's sums. All replicas must call it."""
         if self._is_sum:
             return tf.constant(1.0, tf.float64)
         return replicas.shared_total(self._unit.read_value(), self._total.read_value())
@@ -133,10 +133,10 @@ class GradientAccumulator(Accumulator):
     def _mean(self, divisor: Any) -> list[Any]:
         is_empty = tf.equal(self.num_microbatches, 0)
 
-        def mean(so_far: Any, variable: Any) -> Any:
-            found, dtype = _read(so_far, is_empty), tf.as_dtype(variable.dtype)
-            found = with_values(found, lambda v: tf.cast(_numbers.divided(v, divisor), dtype))
-            return optimizers.as_applied(found, variable)
+        def mean(buffer: Any, variable: Any) -> Any:
+            total, dtype = _read(buffer, is_empty), tf.as_dtype(variable.dtype)
+            total = with_values(total, lambda v: tf.cast(_numbers.divided(v, divisor), dtype))
+            return optimizers.as_applied(total, variable)
 
         return list(map(mean, self._sums, self.variables))
 
@@ -152,13 +152,13 @@ class GradientAccumulator(Accumulator):
             self._strategy.run(self._update_on_replica, args=(optimizer,))
 
     def _update_on_replica(self, optimizer: Any) -> None:
-        """Make the update, on every replica.
+        """Make the update; every replica calls it.
 
-        An optimizer synchronizes replicas, also a single one, with `merge_call`, which a branch of
-        a replica's own graph cannot contain. So the branch stands outside, and calls the replicas.
+        An optimizer synchronizes replicas, also a single one, by `merge_call`, which a branch of a
+        replica's graph cannot contain. So the branch is outside, and calls the replicas.
         """
         if not optimizer.built:
-            # A loss that was traced before is scaled by a number where a variable is to be seen.
+            # Retrace, as an earlier trace scales losses by a constant instead of the new variable.
             is_seen = hasattr(optimizer, "inner_optimizer")
             optimizers.build_outside(optimizer, optimizer.build, self.variables, is_seen)
         divisor = self._divisor()
@@ -185,9 +185,9 @@ class GradientAccumulator(Accumulator):
         """Forget the open window. Buffers stay allocated."""
         for state in (self.num_microbatches, self._total, self._unit):
             state.assign(tf.zeros((), state.dtype))
-        for so_far in self._sums:
-            if type(so_far) is Rows:
-                _assign(so_far, tf.nest.map_structure(lambda v: tf.zeros_like(v[:0]), so_far))
+        for buffer in self._sums:
+            if type(buffer) is Rows:
+                _assign(buffer, tf.nest.map_structure(lambda v: tf.zeros_like(v[:0]), buffer))
 
     def _check_is_on_replica(self) -> None:
         if not replicas.is_on_replica_of(self._strategy):
@@ -217,9 +217,9 @@ class GradientAccumulator(Accumulator):
 
 
 def _variables(values: Any) -> Any:
-    """Create variables, one for each replica, outside of the graph that is being made.
+    """Create variables, one for each replica, outside of the present graph.
 
-    `tf.function` would trace again if it saw a variable come into being.
+    `tf.function` traces again if it notices a new variable.
     """
 
     def create(value: Any) -> Any:
@@ -228,7 +228,7 @@ def _variables(values: Any) -> Any:
             value,
             trainable=False,
             shape=tf.TensorShape([None, *value.shape[1:]]) if has_rows else None,
-            name="ga_model",  # TensorFlow tells variables that replicas share by their names
+            name="ga_model",  # TensorFlow matches the variables of replicas by name
             synchronization=tf.VariableSynchronization.ON_READ,
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
             experimental_enable_variable_lifting=False,
@@ -238,8 +238,8 @@ def _variables(values: Any) -> Any:
         return tf.nest.map_structure(create, values)
 
 
-def _begun(gradient: Any, variable: Any) -> Any:
-    """Return variables for the sum of gradients of a variable, or None."""
+def _buffer(gradient: Any, variable: Any) -> Any:
+    """Create the variables that hold the sum of a variable's gradients; None without a gradient."""
     if gradient is None:
         return None
     dtype = tf.as_dtype(_numbers.sum_dtype(variable.dtype))
@@ -256,58 +256,58 @@ def _begun(gradient: Any, variable: Any) -> Any:
 
 
 def _is_by_position(gradient: Any) -> bool:
-    """Return whether a sparse gradient has as many rows for any number of samples."""
+    """Return whether a sparse gradient has the same number of rows for any number of samples."""
     if tf.executing_eagerly() or not gradient.indices.shape[0]:
         return False
     inputs = getattr(tf.compat.v1.get_default_graph(), "inputs", ())
     return any(t.shape.rank and t.shape[0] is None for t in inputs)
 
 
-def _read(so_far: Any, is_first: Any) -> Any:
-    """Return the sum of the open window. In an empty one, buffers still have the sum before."""
-    if so_far is None:
+def _read(buffer: Any, is_first: Any) -> Any:
+    """Return the sum of the open window. If it is empty, buffers still hold the last sum."""
+    if buffer is None:
         return None
-    found = tf.nest.map_structure(lambda variable: variable.read_value(), so_far)
-    if type(found) is Rows:
-        return found
-    values = values_of(found)
-    begin = values.dtype.min if isinstance(found, Largest) else nothing((), values.dtype)
+    total = tf.nest.map_structure(lambda variable: variable.read_value(), buffer)
+    if type(total) is Rows:
+        return total
+    values = values_of(total)
+    begin = values.dtype.min if isinstance(total, Largest) else nothing((), values.dtype)
     values = tf.where(is_first, begin, values)
-    return found._replace(values=values) if isinstance(found, (Largest, Rows)) else values
+    return total._replace(values=values) if isinstance(total, (Largest, Rows)) else values
 
 
-def _assign(so_far: Any, value: Any) -> None:
-    tf.nest.map_structure(lambda variable, new: variable.assign(new), so_far, value)
+def _assign(buffer: Any, value: Any) -> None:
+    tf.nest.map_structure(lambda variable, new: variable.assign(new), buffer, value)
 
 
-def _weighed(gradient: Any, so_far: Any, variable: Any, relative: Any) -> Any:
-    """Return a gradient times its weight, as the sum is."""
+def _weighted(gradient: Any, buffer: Any, variable: Any, relative: Any) -> Any:
+    """Return a gradient times its weight, in the dtype and form of the sum."""
     dtype = _numbers.sum_dtype(variable.dtype)
-    if isinstance(so_far, Largest):
+    if isinstance(buffer, Largest):
         return Largest(tf.cast(tf.convert_to_tensor(gradient), dtype))
-    if isinstance(so_far, Rows):
+    if isinstance(buffer, Rows):
         if not isinstance(gradient, tf.IndexedSlices):
-            ids = tf.range(tf.shape(gradient)[0], dtype=so_far.indices.dtype)
+            ids = tf.range(tf.shape(gradient)[0], dtype=buffer.indices.dtype)
             gradient = tf.IndexedSlices(gradient, ids)
         values = tf.reshape(tf.cast(gradient.values, dtype), [-1, *variable.shape[1:]])
-        ids = tf.cast(tf.reshape(gradient.indices, [-1]), so_far.indices.dtype)
-        return type(so_far)(values * tf.cast(relative, dtype), ids, ())
+        ids = tf.cast(tf.reshape(gradient.indices, [-1]), buffer.indices.dtype)
+        return type(buffer)(values * tf.cast(relative, dtype), ids, ())
     return tf.cast(tf.convert_to_tensor(gradient), dtype) * tf.cast(relative, dtype)
 
 
-def _plus(so_far: Any, found: Any, shrink: Any, counts: Any, is_first: Any) -> Any:
-    """Return a sum with what a microbatch adds, if that counts: else it may be NaN."""
-    if isinstance(so_far, Largest):
-        return so_far.plus(found, shrink, counts)
-    if isinstance(so_far, Positions):
-        is_same = tf.reduce_all(tf.equal(so_far.indices, found.indices))
+def _plus(total: Any, new: Any, shrink: Any, counts: Any, is_first: Any) -> Any:
+    """Add a microbatch's weighted gradient to a sum if it counts; otherwise it may be NaN."""
+    if isinstance(total, Largest):
+        return total.plus(new, shrink, counts)
+    if isinstance(total, Positions):
+        is_same = tf.reduce_all(tf.equal(total.indices, new.indices))
         tf.debugging.Assert(tf.logical_or(is_first, is_same), [_moved_message()])
-        return found._replace(values=_numbers.added(so_far.values, found.values, shrink, counts))
-    if not isinstance(so_far, Rows):
-        return _numbers.added(so_far, found, shrink, counts)
-    number = tf.where(counts, tf.shape(found.indices)[0], 0)
-    values = tf.concat([shrunk(so_far.values, shrink), found.values[:number]], 0)
-    return Rows(values, tf.concat([so_far.indices, found.indices[:number]], 0), ())
+        return new._replace(values=_numbers.added(total.values, new.values, shrink, counts))
+    if not isinstance(total, Rows):
+        return _numbers.added(total, new, shrink, counts)
+    number = tf.where(counts, tf.shape(new.indices)[0], 0)
+    values = tf.concat([shrunk(total.values, shrink), new.values[:number]], 0)
+    return Rows(values, tf.concat([total.indices, new.indices[:number]], 0), ())
 
 
 def _moved_message() -> str:

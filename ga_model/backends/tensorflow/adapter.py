@@ -58,14 +58,14 @@ def _move(applied: Applied, gradients: list[Any], rate: Any) -> None:
 
 
 class TensorFlowBackend(Backend):
-    """Runs functions of the core in graphs, or at once where the model runs eagerly.
+    """Runs functions of the core in graphs, or eagerly if the model does.
 
     Attributes:
-        held: variables for the sums of an open window.
-        tables: which tables are looked up by position.
-        knows_number: returns whether the source of data tells how many samples a batch has.
-        needs_number: whether a step is traced for the number of samples that a microbatch has.
-        is_for_any_samples: whether a graph is being made for any number of samples.
+        held: variables that hold the sums of an open window.
+        tables: record of the tables that are looked up by position.
+        knows_number: returns whether the dataset's specs have the number of samples of a batch.
+        needs_number: whether steps are traced for one number of samples, and not for any.
+        is_for_any_samples: whether the present trace is for any number of samples.
     """
 
     noted_by = Noting
@@ -79,8 +79,8 @@ class TensorFlowBackend(Backend):
         strategy = strategy_of_model(model)
         self._replicas = None if strategy is None else Replicas(strategy)
         self._is_on_one = self._has_updated = False
-        self._others: Variables | None = None  # those that a trial reaches
-        self._kept: list[Any] | None = None  # what a step writes to, until another is traced
+        self._others: Variables | None = None  # variables outside the model that a trial uses
+        self._kept: list[Any] | None = None  # variables that steps write to, a cache until a trace
 
     @property
     def nests(self) -> bool:  # type: ignore[override]
@@ -92,7 +92,7 @@ class TensorFlowBackend(Backend):
 
     @property
     def replicas(self) -> Replicas | None:
-        """The replicas that functions run on now, or None where there is no strategy."""
+        """The replicas that functions run on now, or None without a strategy."""
         return None if self._is_on_one else self._replicas
 
     @contextlib.contextmanager
@@ -110,14 +110,14 @@ class TensorFlowBackend(Backend):
     def traces(self) -> bool:  # type: ignore[override]
         return not self._model.run_eagerly
 
-    # What is compiled.
+    # Compiled functions.
 
     def _compiled(self, name: Any, function: Function) -> Callable[..., Any]:
         if not self.traces:
             run: Callable[..., Any] = functools.partial(self._run_eagerly, function.run)
         else:
             jit_compile = bool(self._model.jit_compile) and not _is_made_of_parts(name)
-            jit_compile = jit_compile and self._replicas is None  # which exchange
+            jit_compile = jit_compile and self._replicas is None  # replicas exchange inside
             run = Compiled(self, function.run, jit_compile, function.consumes)
         return functools.partial(self._update, run) if function.updates else run
 
@@ -136,7 +136,7 @@ class TensorFlowBackend(Backend):
         return shared.together(shared.run(function, shared.each(tensors)))
 
     @staticmethod
-    @functools.lru_cache(64)  # batches have the same few numbers
+    @functools.lru_cache(64)  # all batches use the same few numbers
     def number(value: float) -> Any:
         return tf.constant(value, tf.float64)
 
@@ -158,8 +158,8 @@ class TensorFlowBackend(Backend):
     def traces_otherwise(self, error: Exception) -> bool | None:
         if not self.traces or isinstance(error, (tf.errors.OpError, MemoryError)):
             return None
-        self.needs_number = not self.needs_number  # not where that raises an error, too
-        self._made = {}  # for the other way
+        self.needs_number = not self.needs_number  # and back if that raises an error, too
+        self._made = {}  # drops the other kind of traces
         return self.needs_number
 
     def copied(self, nest: Any) -> Any:
@@ -178,7 +178,7 @@ class TensorFlowBackend(Backend):
         made: Sums = self.compiled(name, begin, [])(-0.0)
         return made._replace(gradients=gradients)
 
-    # What is run.
+    # Steps.
 
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
         others = {id(raw(v)): v for v in self._model.non_trainable_variables}
@@ -198,8 +198,8 @@ class TensorFlowBackend(Backend):
             return sums, is_end
         numbers = sums._replace(gradients=[], amounts=[])
         exchange = self.compiled("exchange", self.replicas.exchanged, [])
-        found: Sums = exchange(numbers)
-        return found._replace(gradients=sums.gradients, amounts=sums.amounts), is_end
+        summed: Sums = exchange(numbers)
+        return summed._replace(gradients=sums.gradients, amounts=sums.amounts), is_end
 
     def amounts_of_all(self, amounts: list[Amount]) -> list[Amount]:
         shared = self.replicas
@@ -213,7 +213,7 @@ class TensorFlowBackend(Backend):
         def of_all(gradient: Any) -> Any:
             if gradient is None or isinstance(gradient, Largest):
                 return gradient
-            # Totals of replicas differ. What is computed is on the replica, as arguments are not.
+            # Totals differ by replica. Arguments are not on its device; computed tensors are.
             mean = with_values(gradient, lambda v: v / _numbers.like(v, total))
             if not isinstance(mean, Rows):
                 return context.all_reduce("SUM", mean)
@@ -248,7 +248,7 @@ class TensorFlowBackend(Backend):
                 _move(applied, gradients, rate)
 
     def _given(self, gradient: Any, variable: Any, is_dense: bool) -> Any:
-        """Return a gradient as the core takes it: dense, or with its rows if it is sparse."""
+        """Return a gradient in the core's form: dense, or `Rows` if it is sparse."""
         if is_dense or not isinstance(gradient, tf.IndexedSlices):
             gradient = tf.convert_to_tensor(gradient)
             gradient.set_shape(variable.shape)
@@ -287,8 +287,8 @@ class TensorFlowBackend(Backend):
         return State(self._model, variables)
 
     def note_variables(self, graph: Any) -> None:
-        """Note the variables of a new trace, before its first run."""
-        self._kept = None  # it may have made variables
+        """Record the variables of a new trace, before its first run."""
+        self._kept = None  # the trace may have created variables
         if self._others is not None:
             self._others.note(graph.variables)
 
@@ -308,7 +308,7 @@ class TensorFlowBackend(Backend):
             with unrecorded(), _built_outside.of(left):
                 self.run_step(data)
 
-        is_any = self.replicas is not None or not self.knows_number()  # shapes of layers show it
+        is_any = self.replicas is not None or not self.knows_number()  # layers show the shapes
         Compiled(self, step).shapes((AnySamples(data) if is_any else data,))
 
     def begin_epoch(self, epoch: int, is_first: bool) -> None:
@@ -318,7 +318,7 @@ class TensorFlowBackend(Backend):
     def explain(self, error: BaseException) -> None:
         workers.explain(error, self._model.distribute_strategy)
 
-    # What is refused, or found out.
+    # Checks, and calls of layers.
 
     def check(self) -> None:
         replicas.check(self._model, self._model._accumulation.settings.microbatch_size)
@@ -361,8 +361,8 @@ _built_outside = MethodPatch(
 
 
 def _is_made_of_parts(name: Any) -> bool:
-    """Return whether XLA may compile no more than parts of a function: it runs a few times, or
-    recomputes microbatches of a call, which XLA would share with the first pass."""
+    """Return whether XLA must not compile the function as a whole: it runs a few times only, or
+    recomputes microbatches of layer calls, which XLA would share with the first pass."""
     if not isinstance(name, tuple):
         return False
     return name[0] in ("trial", "whole") or getattr(name[-1], "size", None) is not None

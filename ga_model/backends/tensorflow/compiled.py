@@ -1,4 +1,4 @@
-"""Functions of the core as `tf.function`s, their arguments, and variables that hold sums."""
+"""Functions of the core as `tf.function`s: their traces, arguments, and variables for sums."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Compiled:
     """A function of the core as a `tf.function`.
 
     With `holds`, its first argument is a list of sums of gradients, and it returns `Sums` and logs.
-    Variables hold these sums, before and after, and each is written as soon as its gradient is
-    known: as arguments and results they would be in memory twice, beside all gradients of the
-    microbatch. Neither a replica nor another function calls such a one.
+    Variables hold these sums, and each is written as soon as its gradient is computed: as arguments
+    and results they would be in memory twice, beside all gradients of the microbatch. Such a
+    function is not called on replicas or by other functions.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Compiled:
         self._run = tf.function(
             run,
             autograph=False,
-            reduce_retracing=not backend.needs_number,  # it makes shapes that differ unknown
+            reduce_retracing=not backend.needs_number,  # it generalizes shapes that differ
             jit_compile=jit_compile,
         )
         self._traced: dict[Any, Any] = {}  # by the shapes of arguments
@@ -76,7 +76,7 @@ class Compiled:
         return traced(*arguments)
 
     def shapes(self, arguments: tuple[Any, ...]) -> Any:
-        """Return the shapes of what the function returns, on one replica, and run nothing."""
+        """Return the shapes of the function's results on one replica, without running it."""
         outputs = self._traced_for(self._backend.each(each_tensors(arguments))).structured_outputs
         return outputs if self._backend.replicas is None else outputs[0]
 
@@ -86,7 +86,7 @@ class Compiled:
             return self._function(*(a.data if yes else a for a, yes in zip(arguments, is_any)))
 
     def _call_on_held(self, unheld: list[Any], *others: Any) -> Any:
-        """Call the function on the sums that variables hold, and write its sums to them."""
+        """Call the function on the sums that variables hold, and write the new sums to them."""
         held = self._backend.held.present.get()
         sums = [v.read_value() if isinstance(v, tf.Variable) else u for v, u in zip(held, unheld)]
         with _numbers.skips_by_one.set(self._skips_by_one):
@@ -114,10 +114,10 @@ class Compiled:
 
 
 class HeldSums:
-    """Variables for sums. Each is written as soon as its gradient is computed.
+    """Variables that hold sums of gradients.
 
     Attributes:
-        present: the sums of the function that runs, with variables for dense ones.
+        present: sums of the running function, with variables for dense ones.
     """
 
     def __init__(self) -> None:
@@ -125,23 +125,23 @@ class HeldSums:
         self.present = ThreadValue(())
 
     def hold(self, sums: Iterable[Any]) -> list[Any]:
-        """Return sums of gradients, the dense ones in variables."""
-        found = list(sums)
-        for place, value in enumerate(found):
+        """Return sums of gradients, with variables for the dense ones."""
+        held = list(sums)
+        for place, value in enumerate(held):
             if isinstance(value, tf.Tensor):
-                found[place] = self._variable(place, value)
-                found[place].assign(value)
-        return found
+                held[place] = self._variable(place, value)
+                held[place].assign(value)
+        return held
 
     def _variable(self, place: int, spec: Any) -> tf.Variable:
-        """Return the variable that holds sums of a shape."""
+        """Return the variable for the sum at an index, of the spec's shape and dtype."""
         key = place, tuple(spec.shape), spec.dtype
         if key not in self._variables:
             self._variables[key] = tf.Variable(nothing(spec), trainable=False)
         return self._variables[key]
 
     def variables_of(self, specs: Iterable[Any]) -> list[Any]:
-        """Return variables for the dense sums of these specs, and initial sums for others."""
+        """Return variables for the dense sums among specs, and initial values of the others."""
         return [
             self._variable(place, spec)
             if isinstance(spec, (tf.Tensor, tf.TensorSpec))
@@ -155,13 +155,13 @@ class HeldSums:
         for variable in sums:
             if isinstance(variable, tf.Variable):
                 with tf.control_dependencies(before):
-                    # No constant, which the function would keep.
+                    # A constant would be kept in memory by the function.
                     filled = tf.fill(variable.shape, tf.cast(zero, variable.dtype))
                     before = [variable.assign(filled)]
 
 
 def nothing(spec: Any) -> Any:
-    """Return the initial sum, -0.0, to which adding a zero keeps its sign."""
+    """Return the initial sum, -0.0: adding a zero to it keeps the sign of that zero."""
     if spec is None:
         return None
     if spec.dtype.is_floating:
@@ -170,7 +170,7 @@ def nothing(spec: Any) -> Any:
 
 
 class AnySamples(NamedTuple):
-    """A microbatch that is traced for any number of samples."""
+    """A microbatch to trace for any number of samples."""
 
     data: Any
 
@@ -216,7 +216,7 @@ def each_tensors(arguments: Iterable[Any]) -> Any:
 
 
 def tensors_in(nest: Any) -> Any:
-    """Return a nest with numbers as tensors: every new number would be a new trace."""
+    """Return a nest with numbers as tensors, as each new number would need its own trace."""
     if all(leaf is None or isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(nest)):
         return nest
     return tf.nest.map_structure(_tensor, nest)

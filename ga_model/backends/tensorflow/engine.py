@@ -41,7 +41,7 @@ def _knows_number(specs: Iterable[Any]) -> bool:
 
 
 def _without_optionals(batches: Iterator[Any], specs: Iterable[Any]) -> Iterator[Any]:
-    """Return batches with None where a dataset has nothing."""
+    """Return batches with None instead of empty optionals."""
 
     def tensor_or_none(leaf: Any) -> Any:
         return None if isinstance(leaf, tf.experimental.Optional) else leaf

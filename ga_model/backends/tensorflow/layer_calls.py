@@ -1,7 +1,7 @@
-"""Microbatches of a call of a layer: a loop over them, forward, and one for gradients.
+"""Run a layer call by microbatches: one loop forward, and one for gradients.
 
-Each loop calls one function, which is not inlined: what the second one computes again is not shared
-with the first, with the memory of all microbatches. Sums of sparse gradients are all of their rows.
+Each loop calls one function that is not inlined. Otherwise the second loop would reuse activations
+of the first, which would then keep those of all microbatches. Sparse gradients keep all rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ga_model.core.proof.calls import TOTAL, NotByRowsError
 from ga_model.core.proof.noted import Draws
 from ga_model.core.statistics import Moments
 
-# The activations whose inputs, found in the graph, Keras's losses use as logits.
+# Activations whose inputs, if found in the graph, Keras's losses use as logits.
 _ACTIVATIONS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.math.sigmoid}
 
 
@@ -78,11 +78,11 @@ class Microbatches:
         return carried, traced
 
     def _in_graph(self, function: Callable[..., Any], specs: list[Any]) -> Any:
-        """Return a function of a microbatch, traced once if a graph is being made.
+        """Return a function of a microbatch, traced once if the step runs in a graph.
 
         Raises:
             NotByRowsError: it uses a tensor or variable that is not an argument, or draws random
-                numbers that it cannot draw again.
+                numbers that a second pass cannot repeat.
         """
         if tf.executing_eagerly():
             return function
@@ -104,7 +104,7 @@ class Microbatches:
     def _run_one(
         self, carried: list[Any], fixed: list[Any], samples: list[Any], share: Any
     ) -> tuple[list[Any], Traced]:
-        """Run the function on a microbatch, which is a share of all samples."""
+        """Run the function on one microbatch, with this share of all samples."""
         with self._in_call():
             after, traced = self._function(carried, fixed, samples, share)
         if not all(isinstance(t, tf.Tensor) and t.shape.rank for t in traced.outputs):
@@ -122,7 +122,7 @@ class Microbatches:
         of_outputs: list[Any],
         of_losses: list[Any],
     ) -> list[Any]:
-        """Return `_tensors_of` the gradients of sources, for those of outputs and losses."""
+        """Return `_tensors_of` each source's gradient, from the gradients of outputs and losses."""
         sources = [*fixed, *samples]
         sources = [sources[place] for place in self._places]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -130,10 +130,10 @@ class Microbatches:
             _, traced = self._run_one(carried, fixed, samples, share)
         results = [*tf.nest.flatten(traced[:2]), *traced.losses]
         pairs = [pair for pair in zip(results, [*of_outputs, *of_losses]) if _has_gradient(pair[0])]
-        found = tape.gradient(
+        gradients = tape.gradient(
             [a for a, _ in pairs], sources, output_gradients=[b for _, b in pairs]
         )
-        return list(map(_tensors_of, found))
+        return list(map(_tensors_of, gradients))
 
     def _rows_at(self, index: Any) -> slice:
         return slice(index * self._size, tf.minimum((index + 1) * self._size, self._rows))
@@ -147,11 +147,11 @@ class Microbatches:
             return tf.cast(_rows_of(part[0]), tf.float64) / tf.cast(self._rows, tf.float64)
 
     def _forward(self, run_one: Callable[..., Any], after: list[Any], form: Traced) -> Any:
-        """Return the state after all microbatches and before each, and what all of them give.
+        """Return the state after all microbatches, that before each, and the results of all.
 
         Args:
-            run_one: runs a microbatch.
-            after, form: what it returns, or specs of that.
+            run_one: runs one microbatch.
+            after, form: its results, or specs of them.
         """
 
         def step(index: Any, carried: Any, begun: Any, given: Any, losses: Any, sums: Any) -> Any:
@@ -180,8 +180,8 @@ class Microbatches:
         results = [*outputs, *traced.losses]
         places = [place for place, result in enumerate(results) if _has_gradient(result)]
 
-        def gradient(*given: Any) -> list[Any]:
-            known = dict(zip(places, given))
+        def gradient(*upstream: Any) -> list[Any]:
+            known = dict(zip(places, upstream))
             every = [_or_zeros(known.get(place), t) for place, t in enumerate(results)]
             return self._backward(backward, begun, every[: len(outputs)], every[len(outputs) :])
 
@@ -202,30 +202,30 @@ class Microbatches:
             found: list[Any] = backward(carried, self._fixed, part, share, upstream, of_losses)
             return found
 
-        def begun_with(way: str, first: Any) -> Any:
+        def initial(way: str, first: Any) -> Any:
             if way != "joined":
                 return first
             return self._array(first.dtype, [None, *first.shape[1:]]).write(0, first)
 
-        def step(index: Any, so_far: list[Any]) -> Any:
+        def step(index: Any, totals: list[Any]) -> Any:
             def added(way: str, before: Any, value: Any) -> Any:
                 if way == "joined":
                     return before.write(index, value)
                 return before + value if way == "summed" else before
 
-            return index + 1, tf.nest.map_structure(added, ways, so_far, gradients(index))
+            return index + 1, tf.nest.map_structure(added, ways, totals, gradients(index))
 
-        # As in the loop, no shape follows from the index, such as that of one row of one sample.
+        # A placeholder, so that no shape depends on the index, as in the loop.
         first = gradients(tf.compat.v1.placeholder_with_default(0, []))
         are_shared = (place < len(self._fixed) for place in self._places)
         ways = list(map(_ways_of, first, are_shared))
-        so_far = tf.nest.map_structure(begun_with, ways, first)
-        _, so_far = self._loop(step, [tf.constant(1), so_far])
+        totals = tf.nest.map_structure(initial, ways, first)
+        _, totals = self._loop(step, [tf.constant(1), totals])
         sources = (self._sources[place] for place in self._places)
-        return list(map(self._gradient, sources, so_far, first))
+        return list(map(self._gradient, sources, totals, first))
 
     def _gradient(self, source: Any, total: tuple[Any, ...], first: tuple[Any, ...]) -> Any:
-        """Return the gradient of a source from that of all microbatches, and of the first one."""
+        """Return the gradient of a source from the combined tensors and those of microbatch 0."""
         if not total:
             return None
         if len(total) == 1:
@@ -252,7 +252,7 @@ class Microbatches:
         )
 
     def _joined(self, array: Any, part: Any) -> Any:
-        """Return outputs joined, with zeros for samples that did not run."""
+        """Return the concatenated outputs, with zeros for samples that did not run."""
         joined = array.concat()
         if self._is_limited:
             missing = self._rows - _rows_of(joined)
@@ -283,9 +283,9 @@ def _tensors_of(gradient: Any) -> tuple[Any, ...]:
 
 
 def _ways_of(tensors: tuple[Any, ...], is_shared: bool) -> tuple[str, ...]:
-    """Return how the tensors of a gradient are combined with those of other microbatches.
+    """Return how to combine each tensor of a gradient over microbatches.
 
-    Sparse rows of a fixed number are those of positions.
+    Sparse gradients with a fixed number of rows are lookups by position, so these are summed.
     """
     if len(tensors) < 2:
         return ("summed" if is_shared else "joined",) * len(tensors)
@@ -298,20 +298,20 @@ def _or_zeros(gradient: Any, tensor: Any) -> Any:
 
 
 def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any]:
-    """Return a function that runs while another is traced, as `Backend.run_isolated` does."""
+    """Return a function that runs a call during a trace: see `Backend.run_isolated`."""
 
     def run(fixed: list[Any], arrays: list[Any], begin: int, end: int) -> list[Any]:
         with tf.init_scope():
             draws = Draws(end - begin, TOTAL, begin, begin)
-            given = list(map(tf.constant, fixed)), [tf.constant(a[begin:end]) for a in arrays]
+            arguments = list(map(tf.constant, fixed)), [tf.constant(a[begin:end]) for a in arrays]
             if not derives:
-                return list(map(np.asarray, Noting(draws).run(call.function, given)))
-            sources = [tensor for tensor in (*given[1], *given[0]) if _has_gradient(tensor)]
+                return list(map(np.asarray, Noting(draws).run(call.function, arguments)))
+            sources = [tensor for tensor in (*arguments[1], *arguments[0]) if _has_gradient(tensor)]
             with seen_by_tapes(), tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(sources)
-                outputs = Noting(draws).run(call.function, given)
-            followed = [output for output in outputs if _has_gradient(output)]
-            gradients = tape.gradient(followed, sources, followed)
+                outputs = Noting(draws).run(call.function, arguments)
+            differentiable = [output for output in outputs if _has_gradient(output)]
+            gradients = tape.gradient(differentiable, sources, differentiable)
             return list(map(np.asarray, map(_or_zeros, gradients, sources)))
 
     return run
@@ -319,15 +319,15 @@ def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any
 
 def attached_to(output: Any) -> dict[str, Any]:
     """Return the tensors that Keras's losses read from an output, such as mask and logits."""
-    found = {"mask": mask_of(output), "logits": logits_of(output)}
+    attached = {"mask": mask_of(output), "logits": logits_of(output)}
     is_in_graph = tf.is_symbolic_tensor(output)
-    if found["logits"] is None and is_in_graph and output.op.type in _ACTIVATIONS:
-        found[output.op.type] = output.op.inputs[0]
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    if attached["logits"] is None and is_in_graph and output.op.type in _ACTIVATIONS:
+        attached[output.op.type] = output.op.inputs[0]
+    return {name: tensor for name, tensor in attached.items() if tensor is not None}
 
 
 def with_attached(output: Any, name: str, tensor: Any) -> Any:
-    """Return an output with what `attached_to` has found at it."""
+    """Return an output with a tensor that `attached_to` found."""
     if name in _ACTIVATIONS:
         return _ACTIVATIONS[name](tensor)
     if name == "mask":

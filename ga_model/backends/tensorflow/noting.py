@@ -1,6 +1,5 @@
-"""Note the scalars that code divides by while it is traced or runs, and choose its random numbers.
-
-Unknown operations run as they are.
+"""Record the scalars that code divides by while it is traced or runs, and choose its random
+numbers. Unknown operations run as they are.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from ga_model.base._context import is_unnoted
 from ga_model.base._internals_tf import seeing_operations
 from ga_model.core.proof.noted import Draws, Noted
 
-# Operations, and the places of inputs that they divide by, or that bound a divisor, as in
-# `x / maximum(n, 1)`.
+# Indices of the inputs that operations divide by, or bound a divisor with: `x / maximum(n, 1)`.
 _DIVIDING: dict[str, Sequence[int]] = {
     **dict.fromkeys(("RealDiv", "DivNoNan", "Div", "Xdivy"), (1,)),
     **dict.fromkeys(("Reciprocal", "Inv", "Pow", "ClipByValue"), (0,)),
@@ -24,8 +22,8 @@ _DIVIDING: dict[str, Sequence[int]] = {
 }
 _BOUNDING = {"Maximum", "Minimum", "ClipByValue", "SelectV2", "Select", "Relu"}
 _DECIDING = {"SelectV2", "Select", "If", "StatelessIf"}
-_OF_SHAPES = {"Shape", "ShapeN", "Size"}  # operations that take nothing but the shape
-# Operations that draw for each entry of what they return, with or without a seed of their own.
+_OF_SHAPES = {"Shape", "ShapeN", "Size"}  # operations that use only the shape of their input
+# Operations that draw each entry of their result, stateful or stateless, in any version.
 _DRAWING: dict[str, Any] = {
     "RandomStandardNormal": tf.random.stateless_normal,
     "RandomNormal": tf.random.stateless_normal,
@@ -36,18 +34,18 @@ _DRAWING: dict[str, Any] = {
 
 
 class Noting(Noted):
-    """Notes what the operations of a function do."""
+    """Sees the operations of a function in a callback, and records scalars."""
 
     def __init__(self, draws: Draws | None) -> None:
         super().__init__(draws)
-        self._of_shapes: dict[int, Any] = {}  # tensors of a graph that follow from shapes, by id
+        self._of_shapes: dict[int, Any] = {}  # graph tensors that follow from shapes, by id
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         with seeing_operations(self._see):
             return function(*arguments)
 
     def _see(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
-        """Look at an operation, and return other outputs, or None."""
+        """Record scalars of an operation. Return outputs to replace its own, or None."""
         if self._draws is not None and (drawn := self._drawn(name, inputs, outputs)) is not None:
             return [drawn]
         if name in _OF_SHAPES or (inputs and all(map(self._follows_from_shapes, inputs))):
@@ -64,7 +62,7 @@ class Noting(Noted):
         return bool(tf.is_symbolic_tensor(tensor) and tensor.op.type == "Const")
 
     def _drawn(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
-        """Return the random numbers of a trial: a sample's are the same in all parts."""
+        """Return the random numbers of a trial, for a sample the same in all parts; or None."""
         name = name.removeprefix("Stateless").removesuffix("V2")
         if name in ("RandomShuffle", "Shuffle"):
             return tf.roll(inputs[0], 1, 0)

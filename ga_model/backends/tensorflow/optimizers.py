@@ -1,4 +1,4 @@
-"""Apply optimizers to sums over replicas."""
+"""Build optimizers outside of graphs, and apply them to sums over replicas."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ga_model.core.window import Largest, Rows
 def build_outside(
     optimizer: Any, build: Callable[..., Any], variables: Any, is_seen: bool = False
 ) -> None:
-    """Create the variables of an optimizer, by its `build`, outside of the graph being made.
+    """Create the variables of an optimizer, by its `build`, outside of the present graph.
 
-    With `is_seen`, `tf.function` notices the new variables, and traces again.
+    With `is_seen`, `tf.function` notices the new variables and traces again.
     """
 
     def create(next_creator: Callable[..., Any], **settings: Any) -> Any:
@@ -33,7 +33,7 @@ def build_outside(
     ):
         try:
             build(list(variables))
-        except ValueError as error:  # it may begin with values of the variables
+        except ValueError as error:  # the optimizer may start from values of the variables
             if all(map(_has_value, variables)):
                 raise
             raise ValueError(_unbuilt_weights_message(optimizer.name)) from error
@@ -44,7 +44,7 @@ def _has_value(variable: Any) -> bool:
 
 
 def as_applied(gradient: Any, variable: Any) -> Any:
-    """Return the gradient of a variable as optimizers take it."""
+    """Return the gradient of a variable in the form that optimizers accept."""
     if isinstance(gradient, Largest):
         return tf.cast(largest(gradient.values), variable.dtype)
     if not isinstance(gradient, Rows):
@@ -57,10 +57,10 @@ def apply(applied: Applied, gradients: list[Any]) -> None:
     """Apply an optimizer on every replica to the sum over replicas of their gradients.
 
     An optimizer sums over replicas itself, but only after it has clipped the gradients of each
-    replica, and after a LossScaleOptimizer has looked for overflows on the first replica of each
-    machine. Both must see the sum, so it is computed here: the first replica passes it on, the
+    replica, and after a LossScaleOptimizer has checked the first replica of each machine for
+    overflows. Both must see the sum, so it is computed here: the first replica passes it on, the
     others zeros. With loss scaling, the others pass NaN where it is not finite. Otherwise machines
-    would decide differently, and wait for each other for ever.
+    would decide differently, and deadlock.
     """
     optimizer = applied.optimizer
     gradients = list(map(as_applied, gradients, applied.variables))

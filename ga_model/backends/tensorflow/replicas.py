@@ -1,13 +1,13 @@
-"""Replicas of `tf.distribute`: what each of them has, and what they exchange at an update.
+"""Replicas of `tf.distribute`: run functions on each, and exchange sums at an update.
 
-Functions of the core run on every replica. What one of them has is a nest of tensors; what all of
-this process have is the same nest, with `OnReplicas` for tensors. With u_r the unit in which
-replica r counts its weights, and U the largest of them, the mean of all replicas is
+Functions of the core run on every replica. The data of one replica is a nest of tensors. That of
+all replicas of this process is the same nest, with `OnReplicas` instead of tensors. With u_r the
+unit in which replica r counts its weights, and U the largest of them, the mean of all replicas is
 
     sum_r(sum_i(w_ri / u_r * g_ri) / t_r),   t_r = s * U / u_r * sum_r(u_r / U * sum_i(w_ri / u_r))
 
-where s is what Keras multiplies the loss of a replica by: one over their number. So numbers are
-exchanged at first, and gradients by the optimizer only.
+where s is Keras's factor for the loss of a replica: one over their number. So replicas exchange
+these numbers first, and gradients only in the optimizer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COUNTS, _FLAGS = ("num_counted", "num_skipped", "num_news"), ("has_lost", "has_
 
 
 class OnReplicas:
-    """The values that the replicas of this process have at one place of a nest."""
+    """A leaf of a nest: its value on each replica of this process."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.values = tuple(values)
@@ -50,7 +50,7 @@ class OnReplicas:
 
 
 class Replicas:
-    """The replicas of a strategy: `number` of them, in all processes."""
+    """The replicas of a strategy; `number` counts those of all processes."""
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         self.strategy = strategy
@@ -60,7 +60,7 @@ class Replicas:
         self._places = self._distributed(range(self._num_here))
 
     def is_inside(self) -> bool:
-        """Return whether the code here is that of a replica."""
+        """Return whether this code runs on a replica."""
         return is_on_replica_of(self.strategy)
 
     def each(self, nest: Any) -> list[Any]:
@@ -95,18 +95,18 @@ class Replicas:
         return found
 
     def once(self, function: Callable[[], Any]) -> None:
-        """Run a function for all replicas, where each of them calls this."""
+        """Run a function once for all replicas, each of which calls this."""
         if self.is_inside():
             tf.distribute.get_replica_context().merge_call(lambda _: function())
         else:
             function()
 
     def on_device(self, place: int) -> Any:
-        """Return the context in which tensors are made where a replica is."""
+        """Return a context in which tensors are created on a replica's device."""
         return tf.device(self._devices[place])
 
     def samples_of(self, data: Any, of_all: bool) -> Any:
-        """Return samples of a batch, the same in all processes if they are `of_all`."""
+        """Return samples of a batch; with `of_all`, the same in all processes."""
         each = self.each(data)
         if of_all and self.number > self._num_here:
             return tf.nest.map_structure(self._gathered, *each)
@@ -118,7 +118,7 @@ class Replicas:
         return self.strategy.gather(self._distributed(map(tf.convert_to_tensor, leaves)), axis=0)
 
     def mean(self, nest: Any) -> Any:
-        """Return the means over all replicas of tensors in a nest."""
+        """Return a nest of the means over all replicas."""
 
         def mean(*leaves: Any) -> Any:
             if leaves[0] is None or self.number == 1:
@@ -130,7 +130,7 @@ class Replicas:
         return tf.nest.map_structure(mean, *self.each(nest))
 
     def _distributed(self, values: Iterable[Any]) -> Any:
-        """Return a value of `tf.distribute` of those of the replicas of this process."""
+        """Return a `tf.distribute` value from one value for each replica of this process."""
         left = iter(values)
         distribute = self.strategy.experimental_distribute_values_from_function
         return distribute(lambda context: next(left))
@@ -150,7 +150,7 @@ class Replicas:
         squares = sums.squares
         if squares:
             of_all = _vectors([number for pair in squares for number in pair])
-            # In this replica's unit, of gradients of a loss that was not divided.
+            # In this replica's unit, for a loss that is not divided by the number of replicas.
             in_own = tf.math.divide_no_nan(tf.reduce_max(unit), sums.unit) * self.number**2
             totals = [tf.reduce_sum(v * shares) * in_own for v in of_all[::2]]
             squares = tuple(map(Squares, totals, map(tf.reduce_sum, of_all[1::2])))
@@ -171,7 +171,7 @@ class Replicas:
 
 
 class SharedBatch(Batch):
-    """A batch whose samples replicas share, perhaps unevenly; `size` is that of one replica."""
+    """A batch whose samples are shared by replicas, perhaps unevenly; `size` is for one replica."""
 
     def __init__(self, replicas: Replicas, data: Any, size: int | None) -> None:
         self._replicas, self._each, self._size = replicas, replicas.each(data), size
@@ -191,7 +191,7 @@ class SharedBatch(Batch):
 
 
 def shared_total(unit: Any, total: Any) -> Any:
-    """Return the divisor t_r of this replica's sums, from its unit and total, float64 scalars."""
+    """Return the divisor t_r of this replica's sums from its unit and total, float64 scalars."""
     if tf.distribute.get_strategy().num_replicas_in_sync == 1:
         return total
     return _total_of(unit, *_vectors([unit, total]))
@@ -205,27 +205,27 @@ def _total_of(own: Any, unit: Any, total: Any) -> Any:
 
 
 def largest(tensor: Any) -> Any:
-    """Return the largest of the tensors of all replicas, by entry."""
+    """Return the elementwise maximum over the replicas' tensors."""
     if tf.distribute.get_strategy().num_replicas_in_sync == 1:
         return tensor
     return tf.reduce_max(_stacked(tensor), axis=0)
 
 
 def _vectors(numbers: Sequence[Any]) -> list[Any]:
-    """Return the scalars of all replicas, float64 vectors."""
+    """Return for each scalar a float64 vector of its values on all replicas."""
     row = tf.stack([_numbers.float64(number) for number in numbers])
     return list(tf.unstack(_stacked(row), axis=1))
 
 
 def _stacked(tensor: Any) -> Any:
-    """Return the tensors of all replicas, on a first axis."""
+    """Return the tensors of all replicas, stacked on a new first axis."""
     context = tf.distribute.get_replica_context()
     stacked = context.all_gather(tensor[tf.newaxis], axis=0)
     return tf.ensure_shape(stacked, [context.num_replicas_in_sync, *tensor.shape])
 
 
 def is_on_replica_of(strategy: Any) -> bool:
-    """Return whether the code here is that of a replica of a strategy."""
+    """Return whether this code runs on a replica of a strategy."""
     is_here = tf.distribute.get_strategy() is strategy
     return is_here and not tf.distribute.in_cross_replica_context()
 
@@ -234,10 +234,9 @@ def check(model: Any, microbatch_size: Any) -> None:
     """Raise an error if a model cannot be accumulated under its strategy.
 
     Raises:
-        NotImplementedError: a strategy that accumulation was not tried with; or workers would have
-            to agree on a size.
-        ValueError: the model, one of its variables or an optimizer was made in another scope; a
-            layer or metric would exchange what it computes while its call is split.
+        NotImplementedError: the strategy is not tested; or workers would have to agree on a size.
+        ValueError: the model, one of its variables or an optimizer was created in another scope; or
+            a layer or metric would exchange values of single microbatches.
     """
     made_in, strategy = strategy_of_model(model), model.distribute_strategy
     has_none = made_in is None and not tf.distribute.has_strategy()
@@ -267,7 +266,7 @@ def check(model: Any, microbatch_size: Any) -> None:
 
 
 def check_is_tried(strategy: tf.distribute.Strategy) -> None:
-    """Raise NotImplementedError for a strategy that accumulation was not tried with."""
+    """Raise NotImplementedError for a strategy that is not tested."""
     if not isinstance(strategy, _TRIED):
         raise NotImplementedError(_strategy_message(type(strategy).__name__))
 

@@ -1,4 +1,4 @@
-"""Sparse gradients: rows of tables that were looked up, by samples or by positions."""
+"""Sparse gradients: the rows of a table that were looked up, by samples or by positions."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ga_model.core.window import Positions, Rows, shrinkage
 
 
 class Tables:
-    """Tells rows of tables that are looked up by position from those looked up by samples."""
+    """Detects the tables that are looked up by positions instead of samples."""
 
     def __init__(self) -> None:
-        self._is_by_position: dict[int, bool] = {}  # by the names of tables
+        self._is_by_position: dict[int, bool] = {}  # by ids of table variables
 
     def rows_of(
         self, gradient: tf.IndexedSlices, name: int, traces: bool, is_for_any_samples: bool
     ) -> Rows:
-        """Return the sparse gradient of a table as the core takes it.
+        """Return the sparse gradient of a table in the core's form.
 
-        In a trace for any number of samples, rows of a known number are those of positions. In
-        eager mode, they are if they have been 0, 1, 2, and so on in all microbatches.
+        In a trace for any number of samples, lookups are by position if the number of rows is
+        known; in eager mode, if the ids were 0, 1, 2, and so on in all microbatches.
         """
         known, indices = self._is_by_position, gradient.indices
         if not traces:
@@ -51,9 +51,9 @@ def joined(rows: Sequence[Rows], unit: Any) -> Rows:
 
 
 def _once(values: list[Any], indices: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Return rows by position with each position once: those of the longest microbatch.
+    """Sum rows by position over microbatches, so that each position is there once.
 
-    If microbatches differ in an index at a position, the rows are returned as they are.
+    If microbatches have different indices at a position, return all rows.
     """
     place = max(range(len(indices)), key=lambda place: int(indices[place].shape[0]))
     longest, total = indices[place], values[place]

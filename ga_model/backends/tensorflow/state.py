@@ -14,7 +14,7 @@ from ga_model.core.snapshots import VariableSnapshot
 
 
 class State(VariableSnapshot):
-    """The values of variables. Each shares the variable's memory until that is written to."""
+    """The values of variables. Each shares the variable's memory until the variable is written."""
 
     def __init__(self, model: Any, variables: Sequence[Any]) -> None:
         super().__init__(model, variables)
@@ -28,13 +28,13 @@ class State(VariableSnapshot):
 
 
 class Variables:
-    """The values of variables that a step uses, in the model or elsewhere, when first noted."""
+    """Variables that a step uses, in the model or elsewhere, and their values when first noted."""
 
     def __init__(self) -> None:
         self._values: dict[int, tuple[Any, Any]] = {}
 
     def note(self, variables: Iterable[Any]) -> None:
-        """Note those that are not known yet."""
+        """Record the values of variables that are not known yet."""
         for variable in variables:
             if id(variable) not in self._values:
                 self._values[id(variable)] = variable, variable.read_value()
@@ -53,12 +53,12 @@ def other_variables(known: Iterable[Any]) -> Variables:
     """
     left_out = {id(copy) for variable in known for copy in copies(variable)}
     living = [value for value in gc.get_objects() if issubclass(type(value), tf.Variable)]
-    found = {id(copy): copy for variable in living for copy in copies(variable)}
+    variables = {id(copy): copy for variable in living for copy in copies(variable)}
     values = Variables()
-    values.note(v for key, v in found.items() if key not in left_out and _has_value(v))
+    values.note(v for key, v in variables.items() if key not in left_out and _has_value(v))
     return values
 
 
 def _has_value(variable: Any) -> bool:
-    handle = getattr(variable, "handle", None)  # a variable of a graph may have none
+    handle = getattr(variable, "handle", None)  # variables in a graph may have none
     return handle is not None and not tf.is_symbolic_tensor(handle) and variable.is_initialized()

@@ -1,4 +1,4 @@
-"""Several workers: what Keras lacks for them, and errors when they fail."""
+"""Several workers: work around gaps of Keras, and explain errors of failed workers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ga_model.base._internals_tf import logs_over_replicas
 def build(keras_builds: Callable[..., None], strategy: Any, iterator: Any, batch: Any) -> None:
     """Build a model under its strategy from its first batch, by Keras's `_maybe_symbolic_build`.
 
-    Keras averages the replicas' parts of the batch, although it only needs their shape. That fails
+    Keras averages the replicas' parts of the batch, although it only needs their shape. This fails
     with several workers, and if the parts have different numbers of samples (keras#20585, seen in
-    3.14.0 to 3.15.1). So with several replicas it gets one part.
+    3.14.0 to 3.15.1). So with several replicas Keras gets one part.
     """
     if iterator is None or strategy.num_replicas_in_sync == 1:
         keras_builds(iterator, batch)
         return
-    for *_, batches in iterator:  # behind one number of a step, since Keras 3.11 behind two
+    for *_, batches in iterator:  # after the number of the step; since Keras 3.11, after two
         part = tf.nest.map_structure(
             lambda value: strategy.experimental_local_results(value)[0], next(batches)
         )
@@ -33,8 +33,8 @@ def build(keras_builds: Callable[..., None], strategy: Any, iterator: Any, batch
 def with_logs_that_reduce(step: Callable[[Any], Any], strategy: Any) -> Callable[[Any], Any]:
     """Return a `train_step` or `test_step` whose logs Keras can average over several workers.
 
-    It averages over axis 0, which scalars do not have (keras#20585, seen in 3.14.0 to 3.15.1), so
-    they get that axis, unless a newer Keras can average a scalar.
+    Keras averages over axis 0, which scalars lack (keras#20585, seen in 3.14.0 to 3.15.1). So they
+    get this axis, unless a newer Keras can average a scalar.
     """
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return step
@@ -57,7 +57,7 @@ def _with_axis(log: Any) -> Any:
 
 
 def check_same_epoch(strategy: Any, epoch: int) -> None:
-    """Raise RuntimeError on every worker if they are not about to train the same epoch."""
+    """Raise RuntimeError on every worker unless all are about to train the same epoch."""
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return
     here = tf.constant([epoch, epoch**2], tf.int64)
@@ -67,7 +67,7 @@ def check_same_epoch(strategy: Any, epoch: int) -> None:
 
 
 def explain(error: BaseException, strategy: Any) -> None:
-    """Add a note to an error that means that another worker is gone."""
+    """Add a note to an error that means that another worker has failed."""
     if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and (
         isinstance(error, tf.errors.UnavailableError) or "ollective ops is aborted" in str(error)
     ):

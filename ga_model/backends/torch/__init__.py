@@ -1,1 +1,1 @@
-"""PyTorch: calls of layers by microbatches, whether that is exact, and what a step divides by."""
+"""PyTorch: functions of the core run eagerly. Also hooks, `torch.optim` and several processes."""

@@ -21,17 +21,17 @@ class GradientAccumulator(Accumulator):
     has a gradient: float32 for float16 and bfloat16 variables, otherwise the variable's dtype.
     Gradients are copied, so clear them as usual.
 
-    With a `process_group`, each process adds the gradients of its own samples. `apply`, which all
-    must call equally often, sums gradients and weights over processes: the update of one process on
-    all microbatches, however many samples each has. Pass gradients that are not synchronized: use
-    `with ddp.no_sync():` if the model is wrapped in `DistributedDataParallel`.
+    With a `process_group`, each process adds the gradients of its own samples, however many. All
+    must call `apply` equally often: it makes the update of one process with all microbatches. Pass
+    gradients that are not synchronized: use `with ddp.no_sync():` if the model is wrapped in
+    `DistributedDataParallel`.
 
     Args:
         process_group: the processes that make updates together, such as
             `torch.distributed.group.WORLD`, or None.
 
     Attributes:
-        num_microbatches: an integer, microbatches added since the last reset.
+        num_microbatches: int, number of microbatches added since the last reset.
 
     Example:
 
@@ -71,9 +71,9 @@ class GradientAccumulator(Accumulator):
 
         Args:
             optimizer: a `keras.optimizers.Optimizer`.
-            is_last: whether the process has no samples left. With several processes it then takes
-                part in the updates of the others until all have none left, so processes may have
-                different numbers of windows.
+            is_last: whether the process has no samples left. With several processes, the call then
+                takes part in the updates of the others until none has samples left, so they may
+                have different numbers of windows.
 
         Raises:
             TypeError: `optimizer` is not an optimizer.
@@ -91,10 +91,10 @@ class GradientAccumulator(Accumulator):
         is_end = False
         while not is_end:
             self._known = self.variables or self._known
-            own = self._sums
+            own_sums = self._sums
             self.reset()
             applied = [Applied(optimizer, tuple(self._known))]
-            sums, is_end = self._processes.sum(applied, own, is_end=is_last)
+            sums, is_end = self._processes.sum(applied, own_sums, is_end=is_last)
             self._update(optimizer, sums, self._known)
             is_end = is_end or not is_last
 

@@ -32,11 +32,11 @@ _EXHAUSTED = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 class TorchBackend(Backend):
-    """Runs functions eagerly.
+    """Runs functions of the core eagerly.
 
     Attributes:
         process_group: the `torch.distributed.ProcessGroup` that trains the model, or None.
-        processes: its processes, or None if this process trains alone.
+        processes: the processes of the group, or None if this one trains alone.
     """
 
     noted_by = Noting
@@ -44,7 +44,7 @@ class TorchBackend(Backend):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        before = vars(model).get("_accumulation")  # `compile` leaves the group as it is
+        before = vars(model).get("_accumulation")  # `compile` keeps the group
         self.set_process_group(None if before is None else before.backend.process_group)
         self._optimizers_of_torch = TorchOptimizers(model)
         self._updated: list[tuple[Any, int]] = []
@@ -84,7 +84,7 @@ class TorchBackend(Backend):
         state = [v for optimizer in optimizers for v in optimizer.variables]
         return [*self._model.trainable_variables, *state]
 
-    # What is run.
+    # Steps.
 
     def _compiled(self, name: Any, function: Function) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -146,7 +146,7 @@ class TorchBackend(Backend):
     def optimizers(self) -> list[Any]:
         return [*super().optimizers(), *self._optimizers_of_torch.all()]
 
-    # What is refused, or found out.
+    # Checks, and calls of layers.
 
     def check(self) -> None:
         refusals.check(self._model)
@@ -154,7 +154,7 @@ class TorchBackend(Backend):
     why_whole = staticmethod(call_hooks.why_whole)
 
     def is_in_step(self) -> bool:
-        return stateless_scope() is None  # in one, weights are what the step says
+        return stateless_scope() is None  # inside a scope, the step sets values of weights
 
     run_isolated = staticmethod(isolated_calls.run_isolated)
 
@@ -198,16 +198,16 @@ class TorchBackend(Backend):
         return any(times_written(tensor) != version for tensor, version in self._updated)
 
     def _versions_of_updated(self) -> list[tuple[Any, int]]:
-        """Return tensors that updates change, and how often each was written to."""
+        """Return the tensors that updates change, and how often each was written to."""
         optimizers = optimizers_in(vars(self._model))
         states = [raw(v) for optimizer in optimizers for v in optimizer.variables]
-        states = [tensor for tensor in states if tensor.numel() > 1]  # others may be set before
+        states = [tensor for tensor in states if tensor.numel() > 1]  # users may set scalars
         tensors = [*map(raw, self._model.trainable_variables), *states]
         return [(tensor, times_written(tensor)) for tensor in tensors]
 
 
 def _copied(value: Any) -> Any:
-    """Return a tensor for an array, or a tensor's copy, as losses of Keras write to weights."""
+    """Return an array as a tensor, or a copy of a tensor: Keras losses write to sample weights."""
     if isinstance(value, np.ndarray):
         return keras.ops.convert_to_tensor(value.copy())
     if isinstance(value, np.generic):

@@ -1,6 +1,6 @@
-"""PyTorch hooks of users, which see or change tensors of calls or gradients.
+"""User hooks of PyTorch, which see or change tensors of calls, or gradients.
 
-They run as often as in plain Keras: those of weights once, on the gradient of all samples; calls
+Hooks run as often as in plain Keras: those of weights once, on the gradient of all samples. Calls
 of layers with other hooks are not split.
 """
 
@@ -38,7 +38,7 @@ def why_whole(layer: Any) -> str | None:
 
 
 def has_hooks(model: Any) -> bool:
-    """Return whether hooks see calls of layers, or gradients of weights."""
+    """Return whether any hook sees calls of layers, or gradients of weights."""
     modules = (module for part in layers_in(model) for module in part.modules())
     if any(has_hooks_on_calls(m) or has_hooks_on_gradients(m) for m in modules):
         return True
@@ -48,21 +48,21 @@ def has_hooks(model: Any) -> bool:
 
 @contextlib.contextmanager
 def without_hooks(weights: Iterable[Any]) -> Iterator[None]:
-    """Remove the hooks on gradients of weights in a block."""
-    hooks = [found for found in map(hooks_on_gradient, weights) if found]
-    contents = [dict(found) for found in hooks]
-    for found in hooks:
-        found.clear()
+    """Disable the hooks on gradients of weights in a block."""
+    hooks = [registered for registered in map(hooks_on_gradient, weights) if registered]
+    contents = [dict(registered) for registered in hooks]
+    for registered in hooks:
+        registered.clear()
     try:
         yield
     finally:
-        for found, content in zip(hooks, contents):
-            found.update(content)
+        for registered, content in zip(hooks, contents):
+            registered.update(content)
 
 
 @contextlib.contextmanager
 def noting_hooks() -> Iterator[list[Any]]:
-    """Yield the hooks on tensors that this thread registers in a block."""
+    """Yield a list of the hooks on tensors that this thread registers in a block."""
     noted: list[Any] = []
     with _hooks.of([torch.Tensor]), _noted.set(noted):
         yield noted

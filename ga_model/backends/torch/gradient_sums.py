@@ -1,6 +1,6 @@
-"""Add gradients to their sums while the backward pass runs, one variable after the other.
+"""Add each gradient to its sum during the backward pass.
 
-So the gradients of a microbatch are never all in memory beside the sums.
+So the gradients of a microbatch are never all in memory at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ga_model.base._internals_torch import has_hooks_on_sum
 
 
 class GradientSums:
-    """The sums of a window for each trained variable, which a backward pass adds to.
+    """The window's sums of gradients, which a backward pass adds to.
 
     With `is_in_grad`, they are in `.grad` until `end`.
     """
@@ -29,7 +29,7 @@ class GradientSums:
         self.is_in_grad = False
 
     def begin(self, shrink: Any, counts: Any) -> None:
-        """Add the gradients that are taken from now on, instead of leaving them in `.grad`."""
+        """Add gradients to the sums from now on, instead of leaving them in `.grad`."""
         self._counts = counts
         if torch.is_tensor(shrink) or shrink != 1.0:  # it is one if gradients do not count
             with torch.no_grad():
@@ -46,7 +46,7 @@ class GradientSums:
             self._handles.append(tensor.register_post_accumulate_grad_hook(hook))
 
     def end(self) -> list[Any]:
-        """Return the sums, or None where no microbatch has had a gradient."""
+        """Return the sums, None for variables without a gradient in all microbatches."""
         if self.is_in_grad:
             totals = [tensor.grad for tensor in self._tensors]
             for tensor in self._tensors:
@@ -58,9 +58,9 @@ class GradientSums:
         return totals
 
     def _can_stay(self) -> bool:
-        """Return whether PyTorch may add gradients to the sums itself, as in a loop by hand.
+        """Return whether PyTorch may add gradients to the sums in `.grad`, as in a loop by hand.
 
-        It may not if hooks of the user's would see a sum in place of a gradient.
+        It may not if user hooks would see the sum instead of a gradient.
         """
         return self._counts is True and all(
             tensor.dtype in (torch.float32, torch.float64) and not has_hooks_on_sum(tensor)

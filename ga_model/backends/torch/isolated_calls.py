@@ -1,4 +1,4 @@
-"""Try calls of layers by themselves: on other numbers, and without side effects."""
+"""Run layer calls in isolation, for trials: on other values, and without side effects."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _LIBRARIES = ("torch.", "ga_model.")
 
 
 def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any]:
-    """Return a function that runs a call on other numbers: see `Backend.run_isolated`.
+    """Return a function that runs a call on other values: see `Backend.run_isolated`.
 
-    New samples are in the range of those they replace, as they may be indices of tables. Gradients
-    (of samples and trained tensors) are empty unless a custom gradient is found.
+    New samples are in the range of those that they replace, as they may be indices into tables.
+    Gradients (of samples and trained tensors) are empty unless a custom gradient is found.
     """
     function, layer, fixed, samples = call
     limits = [_limits_of(tensor) for tensor in samples]
     state = {id(t): t for t in (*layer.parameters(), *map(raw, layer.variables))}
-    given = [t if id(t) in state else t.detach().requires_grad_(t.requires_grad) for t in fixed]
+    leaves = [t if id(t) in state else t.detach().requires_grad_(t.requires_grad) for t in fixed]
 
     def run(values: list[Any], arrays: list[Any], begin: int, end: int) -> list[Any]:
         parts = [
-            _within(torch.as_tensor(array[begin:end]), own).to(tensor.device)
-            for array, own, tensor in zip(arrays, limits, samples)
+            _within(torch.as_tensor(array[begin:end]), limit).to(tensor.device)
+            for array, limit, tensor in zip(arrays, limits, samples)
         ]
         with (
             preserving_random_state(),
             autocast_scopes()(),
             _without_saving_hooks(),
-            _exchanged(state, zip(given, values)),
+            _exchanged(state, zip(leaves, values)),
             noting_hooks() as hooks,
             torch.set_grad_enabled(derives),
         ):
@@ -53,15 +53,15 @@ def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any
                 if derives:
                     parts = [part.requires_grad_(part.is_floating_point()) for part in parts]
                 with Noting(Draws(end - begin, calls.TOTAL, begin, begin)):
-                    outputs = function(given, parts)
+                    outputs = function(leaves, parts)
                 if changed := kept.written(by_value=True):
                     raise NotByRowsError(f"it writes to {changed} in each call")
                 if derives:
                     if hooks:
                         text = "its tensors have hooks, which would see each microbatch"
                         raise NotByRowsError(text)
-                    others = parameters_beside(layer, given)
-                    sources = [t for t in (*parts, *given, *others) if t.requires_grad]
+                    others = parameters_beside(layer, leaves)
+                    sources = [t for t in (*parts, *leaves, *others) if t.requires_grad]
                     outputs = _isolated_gradients(outputs, sources)
             finally:
                 kept.put_back()
@@ -71,7 +71,7 @@ def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any
 
 
 def _isolated_gradients(outputs: list[Any], sources: list[Any]) -> list[Any]:
-    """Return the gradients of half the sum of squares, if a custom gradient takes part in them."""
+    """Return gradients of half the sum of squares, or none if no custom gradient is involved."""
     if not has_custom_gradients(outputs, sources):
         return []
     pairs = [(output, output.detach()) for output in outputs if output.requires_grad]
@@ -81,7 +81,7 @@ def _isolated_gradients(outputs: list[Any], sources: list[Any]) -> list[Any]:
 
 
 def has_custom_gradients(results: list[Any], sources: list[Any]) -> bool:
-    """Return whether a `torch.autograd.Function` of the user's was used to compute results.
+    """Return whether a custom `torch.autograd.Function` was used to compute results.
 
     Raises:
         NotByRowsError: the results depend on something other than the sources.
@@ -124,7 +124,7 @@ def _within(tensor: Any, limits: tuple[float, float] | None) -> Any:
 def _exchanged(state: dict[int, Any], pairs: Any) -> Iterator[None]:
     """Give the tensors of a state other values in a block, in other memory.
 
-    What was computed from them stays valid. Those without a pair get random numbers.
+    So results computed from them stay valid. Tensors without a pair get random numbers.
     """
     values = {id(tensor): value for tensor, value in pairs}
     generator = np.random.default_rng(0)

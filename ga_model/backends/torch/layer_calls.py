@@ -1,8 +1,8 @@
-"""Run a call of a layer by microbatches, as one operation of autograd.
+"""Run a layer call by microbatches, as one operation of autograd.
 
-Forward, each microbatch goes through the layer, and its activations are not kept. Backward, each
-goes through it again, from the state that the first pass found, with its rows of the gradient; the
-gradients of weights are summed. This is `torch.utils.checkpoint` for parts of a batch.
+The first pass runs each microbatch and keeps no activations. The backward pass runs each again,
+from the same state, with its rows of the gradient, and sums the gradients of weights. This is
+`torch.utils.checkpoint` for parts of a batch.
 """
 
 from __future__ import annotations
@@ -36,73 +36,73 @@ class Microbatches:
     """Runs the function of a `Split` by microbatches.
 
     Attributes:
-        sources: the tensors that gradients can be asked of.
+        sources: tensors that may need a gradient.
     """
 
     def __init__(self, split: Split) -> None:
-        given = [*split.fixed, *split.samples]
-        if not all(map(torch.is_tensor, given)):
+        tensors = [*split.fixed, *split.samples]
+        if not all(map(torch.is_tensor, tensors)):
             raise NotByRowsError("it takes something that is no tensor of PyTorch")
         self._split, self._rows = split, len(split.samples[0])
         starts = range(0, self._rows, split.size)[: split.most]
         self._shares = [slice(start, min(start + split.size, self._rows)) for start in starts]
-        self._is_source = [tensor.requires_grad for tensor in given]
+        self._is_source = [tensor.requires_grad for tensor in tensors]
         others = parameters_beside(split.layer, split.fixed)
-        self.sources = [t for t in (*given, *others) if t.requires_grad]
+        self.sources = [t for t in (*tensors, *others) if t.requires_grad]
         self._tensors = TensorSnapshot(split.layer)
         self._in_call, self._autocast = call_scopes(), autocast_scopes()
-        self._begun: list[Any] = []  # the `carried` and the random state before each microbatch
+        self._starts: list[Any] = []  # the `carried` and the random state before each microbatch
         self._carried = [tensor.detach().clone() for tensor in split.carried]  # it is written to
         self._moments: list[Moments] = []
-        self._number = 0  # of outputs
+        self._num_outputs = 0
         self._attached: list[str] = []
         self._versions = [(name, t, times_written(t)) for name, t in _expected_unchanged(split)]
 
     def run(self) -> tuple[list[Any], Traced]:
-        """Run all of them, as one operation of autograd.
+        """Run all microbatches, as one operation of autograd.
 
         Raises:
             NotByRowsError: the outputs or writes of the function are not per sample.
         """
         random = random_state()
         try:
-            found = _Operation.apply(self, *self.sources)
+            results = _Operation.apply(self, *self.sources)
         except BaseException:
             self._tensors.put_back()
             set_random_state(random)
             raise
-        outputs, others = list(found[: self._number]), found[self._number :]
+        outputs, others = list(results[: self._num_outputs]), results[self._num_outputs :]
         attached = dict(zip(self._attached, others))
         losses = list(others[len(attached) :])
         return self._carried, Traced(outputs, attached, losses, self._moments)
 
     def first_pass(self) -> list[Any]:
-        """Return the outputs, what is attached to them, and the losses, of all samples."""
+        """Return the outputs of all samples, the tensors attached to them, and the losses."""
         split, joined, losses = self._split, list[Any](), list[Any]()
         for share in self._shares:
-            self._begun.append((self._carried, random_state()))
+            self._starts.append((self._carried, random_state()))
             part = [tensor[share] for tensor in split.samples]
-            given = self._carried, split.fixed, part, self._part_of(share)
-            self._carried, traced = split.function(*given)
-            found = [*traced.outputs, *traced.attached.values()]
-            self._check(found, share.stop - share.start)
+            arguments = self._carried, split.fixed, part, self._part_of(share)
+            self._carried, traced = split.function(*arguments)
+            tensors = [*traced.outputs, *traced.attached.values()]
+            self._check(tensors, share.stop - share.start)
             if not joined:
-                self._number, self._attached = len(traced.outputs), list(traced.attached)
-                joined = [t.new_empty((self._rows, *t.shape[1:])) for t in found]
+                self._num_outputs, self._attached = len(traced.outputs), list(traced.attached)
+                joined = [t.new_empty((self._rows, *t.shape[1:])) for t in tensors]
                 self._moments = traced.moments
             elif len(traced.moments) != len(self._moments):
                 raise NotByRowsError("it normalizes microbatches differently")
             else:
                 moments = zip(self._moments, traced.moments)
                 self._moments = [a.plus(b) for a, b in moments]
-            for whole, tensor in zip(joined, found, strict=True):
+            for whole, tensor in zip(joined, tensors, strict=True):
                 if tensor.shape[1:] != whole.shape[1:]:
                     text = "its outputs have different shapes for different microbatches"
                     raise NotByRowsError(text)
                 whole[share] = tensor
             losses = [a + b for a, b in zip(losses, traced.losses)] if losses else traced.losses
         for whole in joined:
-            whole[share.stop :] = whole[:1]  # of samples that are left out
+            whole[share.stop :] = whole[:1]  # any value for samples that `most` leaves out
         return [*joined, *losses]
 
     def check_unchanged(self) -> None:
@@ -115,15 +115,15 @@ class Microbatches:
         """Run the microbatches again, and return the gradients of the sources.
 
         Args:
-            sources: the tensors, as autograd has saved them.
-            upstream: the gradients of what `first_pass` returned; some may be None.
+            sources: the tensors, as saved by autograd.
+            upstream: gradients of what `first_pass` returned; some may be None.
         """
-        split, is_differentiable = self._split, torch.is_grad_enabled()  # once more
-        saved, number = iter(sources), len(split.fixed)
-        in_fixed, in_samples = self._is_source[:number], self._is_source[number:]
+        split, is_differentiable = self._split, torch.is_grad_enabled()  # for second derivatives
+        saved, num_fixed = iter(sources), len(split.fixed)
+        in_fixed, in_samples = self._is_source[:num_fixed], self._is_source[num_fixed:]
         fixed = [next(saved) if yes else t for t, yes in zip(split.fixed, in_fixed)]
         samples = [next(saved) if yes else t for t, yes in zip(split.samples, in_samples)]
-        if not is_differentiable:  # a leaf may be a parameter that a module of PyTorch reads itself
+        if not is_differentiable:  # leaves stay: a PyTorch module may read such a parameter itself
             fixed = [t if t.is_leaf else t.detach().requires_grad_() for t in fixed]
         shared = [*compress(fixed, in_fixed), *saved]
         sums: list[Any] = [None for _ in shared]
@@ -131,7 +131,7 @@ class Microbatches:
         python = PythonState(split.layer)
         try:
             with preserving_random_state(), without_hooks(shared):
-                for share, (carried, random) in zip(self._shares, self._begun, strict=True):
+                for share, (carried, random) in zip(self._shares, self._starts, strict=True):
                     set_random_state(random)
                     parts = [t[share] for t in samples]
                     with torch.enable_grad(), self._in_call(), self._autocast():
@@ -141,10 +141,10 @@ class Microbatches:
                             ]
                         _, traced = split.function(carried, fixed, parts, self._part_of(share))
                         pairs = self._pairs(traced, share, upstream)
-                        own = list(compress(parts, in_samples))
-                        gradients = gradients_of(pairs, [*shared, *own], is_differentiable)
+                        part_sources = list(compress(parts, in_samples))
+                        gradients = gradients_of(pairs, [*shared, *part_sources], is_differentiable)
                     sums = [_added(a, b) for a, b in zip(sums, gradients)]
-                    for part, gradient, found in zip(own, gradients[len(shared) :], rows):
+                    for part, gradient, found in zip(part_sources, gradients[len(shared) :], rows):
                         found.append(torch.zeros_like(part) if gradient is None else gradient)
         finally:
             python.put_back()
@@ -153,22 +153,22 @@ class Microbatches:
             torch.cat([*found, t.new_zeros((self._rows - share.stop, *t.shape[1:]))])
             for found, t in zip(rows, compress(samples, in_samples))
         ]
-        number = sum(in_fixed)
-        return [*sums[:number], *joined, *sums[number:]]
+        num_in_fixed = sum(in_fixed)
+        return [*sums[:num_in_fixed], *joined, *sums[num_in_fixed:]]
 
     def _pairs(self, traced: Traced, share: slice, upstream: tuple[Any, ...]) -> Any:
-        """Return pairs of an output or loss of a microbatch and its gradient, if it has one."""
-        found = [*traced.outputs, *traced.attached.values()]
-        rows, of_losses = upstream[: len(found)], upstream[len(found) :]
+        """Return pairs of an output or loss of a microbatch and its gradient, where it has one."""
+        tensors = [*traced.outputs, *traced.attached.values()]
+        rows, of_losses = upstream[: len(tensors)], upstream[len(tensors) :]
         gradients = [*(None if g is None else g[share] for g in rows), *of_losses]
-        pairs = zip([*found, *traced.losses], gradients, strict=True)
+        pairs = zip([*tensors, *traced.losses], gradients, strict=True)
         return [(t, g) for t, g in pairs if g is not None and t.requires_grad]
 
     def _part_of(self, share: slice) -> float:
         return float((share.stop - share.start) / self._rows)
 
     def _check(self, tensors: list[Any], rows: int) -> None:
-        """Check that outputs have a row per sample, and that nothing is written past Keras."""
+        """Raise NotByRowsError unless outputs have one row per sample and writes go via Keras."""
         for tensor in tensors:
             if tensor.ndim == 0 or tensor.shape[0] != rows:
                 shape = tuple(tensor.shape)
@@ -178,32 +178,32 @@ class Microbatches:
 
 
 class _Operation(torch.autograd.Function):
-    """The two passes, as one operation of PyTorch's."""
+    """The two passes as one operation of autograd."""
 
     @staticmethod
     def forward(ctx: Any, call: Microbatches, *sources: Any) -> Any:
         ctx.call = call
-        ctx.save_for_backward(*sources)  # which then knows if they are written to
+        ctx.save_for_backward(*sources)  # PyTorch then detects writes to them
         ctx.set_materialize_grads(False)
-        found = call.first_pass()
-        ctx.mark_non_differentiable(*[t for t in found if not t.is_floating_point()])
-        return tuple(found)
+        results = call.first_pass()
+        ctx.mark_non_differentiable(*[t for t in results if not t.is_floating_point()])
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        ctx.call.check_unchanged()  # before PyTorch looks at what it has saved
+        ctx.call.check_unchanged()  # before `saved_tensors` raises PyTorch's own error
         return (None, *ctx.call.second_pass(ctx.saved_tensors, upstream))
 
 
 def gradients_of(pairs: Any, sources: list[Any], create_graph: bool) -> list[Any]:
     """Return the gradients with respect to sources, or None for each without one."""
-    followed = [source for source in sources if source.requires_grad]
-    if not pairs or not followed:
+    differentiable = [source for source in sources if source.requires_grad]
+    if not pairs or not differentiable:
         return [None for _ in sources]
     outputs, gradients = zip(*pairs)
     options = {"create_graph": create_graph, "allow_unused": True}
-    found = iter(torch.autograd.grad(outputs, followed, gradients, **options))
-    return [next(found) if source.requires_grad else None for source in sources]
+    results = iter(torch.autograd.grad(outputs, differentiable, gradients, **options))
+    return [next(results) if source.requires_grad else None for source in sources]
 
 
 def _added(total: Any, gradient: Any) -> Any:
@@ -211,7 +211,7 @@ def _added(total: Any, gradient: Any) -> Any:
     if gradient is None:
         return total
     wide = _numbers.widened(gradient)
-    if total is None:  # in memory that nothing else has
+    if total is None:  # own memory, as it is added to in place
         return wide.clone() if wide is gradient else wide
     return total + wide if total.requires_grad or wide.requires_grad else total.add_(wide)
 
@@ -228,16 +228,16 @@ def _expected_unchanged(split: Split) -> list[tuple[str, Any]]:
 
 
 def parameters_beside(layer: Any, tensors: list[Any]) -> list[Any]:
-    """Return the trainable parameters of a layer that are not among some tensors."""
+    """Return the trainable parameters of a layer that are not among these tensors."""
     known = set(map(id, tensors))
     found = {id(p): p for p in layer.parameters() if p.requires_grad}
     return [parameter for key, parameter in found.items() if key not in known]
 
 
 def autocast_scopes() -> Callable[[], AbstractContextManager[None]]:
-    """Return a function whose contexts have the `torch.autocast` that is on here.
+    """Return a function that returns contexts with the `torch.autocast` that is on here.
 
-    They have no cache, because a cached cast may have no gradient.
+    Their cache is off, because a cached cast may have no gradient.
     """
     devices = ["cpu", "cuda"] if torch.cuda.is_initialized() else ["cpu"]
     dtypes = {d: torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)}

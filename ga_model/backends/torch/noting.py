@@ -1,7 +1,7 @@
-"""Note the scalars that code divides by while it runs, and choose the random numbers it draws.
+"""Record the scalars that running code divides by, and choose the random numbers it draws.
 
-The code runs unchanged; a dispatch mode sees its operations, below autograd. Unknown operations
-run as they are.
+A dispatch mode sees the operations of the unchanged code, below autograd. Unknown operations run as
+they are.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from ga_model.base._context import is_unnoted
 from ga_model.base._internals_torch import PRIVATE_DRAWS, READS_NUMBER, is_in_derivative, name_of
 from ga_model.core.proof.noted import Draws, Noted
 
-# Operations, and the places of arguments that they divide by, or that bound a divisor, as in
-# `x / maximum(n, 1)`.
+# Indices of the arguments that operations divide by, or bound a divisor with: `x / maximum(n, 1)`.
 _DIVIDING: dict[str, Sequence[int]] = {
     **dict.fromkeys(("div", "div_"), (1,)),
     **dict.fromkeys(("reciprocal", "reciprocal_", "pow", "pow_"), (0,)),
@@ -28,14 +27,14 @@ _DIVIDING: dict[str, Sequence[int]] = {
     "where": (1, 2),
 }
 _BOUNDING = {"clamp", "clamp_min", "clamp_max", "maximum", "minimum", "fmax", "fmin", "where"}
-# Operations that draw for each entry of their result, with parameters for that entry.
+# Operations that draw each entry of their result, from parameters of that entry.
 _BY_ENTRY = {"rand", "randn", "normal", "randint", "bernoulli", "poisson", "multinomial"}
 _BY_ENTRY |= {"rand_like", "randn_like", "randint_like", "native_dropout", "rrelu_with_noise"}
 _BY_ENTRY |= {"binomial", *PRIVATE_DRAWS}
 
 
 class Noting(TorchDispatchMode, Noted):
-    """Notes while it is entered, also how many entries masks select."""
+    """Records scalars while it is entered, also how many entries a boolean mask selects."""
 
     def __init__(self, draws: Draws | None) -> None:
         TorchDispatchMode.__init__(self)
@@ -58,7 +57,7 @@ class Noting(TorchDispatchMode, Noted):
         if not may_divide or is_unnoted.get():
             return outputs
         for value in _divisors_of(name, args, outputs):
-            # Or it was noted before, where it was passed.
+            # A Python number in the backward pass; if not from shapes, the forward recorded it.
             is_of_shapes = isinstance(args[-1], (int, float)) and is_in_derivative()
             self.note(name, value, is_of_shapes)
         return outputs
@@ -88,9 +87,9 @@ def _divisors_of(name: str, args: Any, outputs: Any) -> Iterator[Any]:
     if name in _BOUNDING and torch.is_tensor(outputs) and not outputs.ndim:
         yield outputs.detach().clone()
     if name == READS_NUMBER and args[0].dtype == torch.bool:
-        yield float(outputs)  # that a branch may be taken by
+        yield float(outputs)  # code may branch on it
     if name.startswith("nll_loss") and name.endswith("forward"):
-        yield outputs[1].detach()  # the weight of what it averages over
+        yield outputs[1].detach()  # the total weight that it averages over
     if name == "masked_select" or (name == "index" and any(map(_is_mask, args[1]))):
         yield float(outputs.shape[0])
 
@@ -100,7 +99,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def _drawn(draws: Draws, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operation that draws: a sample gets the same numbers wherever it is in a batch."""
+    """Run a random operation so that a sample gets the same numbers wherever it is in a batch."""
     kwargs = {key: None if key == "generator" else value for key, value in kwargs.items()}
     number, shape = draws.next_seed(), _shape_of(args, kwargs)
     kind = draws.kind_of(shape) if name in _BY_ENTRY or name.endswith("_") else "by batch"
@@ -113,7 +112,7 @@ def _drawn(draws: Draws, name: str, func: Any, args: Any, kwargs: dict[str, Any]
         return func(*part, **{key: _row(value, row, shape[0]) for key, value in kwargs.items()})
 
     is_in_place = name.endswith("_")
-    # Of parameters, each entry of the same numbers may be another.
+    # Parameters may differ between rows, so equal random numbers may not give equal rows.
     has_parameters = sum(map(torch.is_tensor, args)) > is_in_place
     with preserving_random_state():
         if kind == "by batch":

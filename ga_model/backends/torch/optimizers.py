@@ -1,8 +1,8 @@
-"""Stand-ins for the optimizers that a step applies, also for those of `torch.optim`.
+"""Record the gradients that optimizers apply, and give those of `torch.optim` Keras's interface.
 
-The latter get the interface of Keras optimizers. While a step is recorded, `step` of those in the
-model's attributes gives the gradients of their parameters to the recording. The update sets the
-gradients of the window, and calls the optimizer itself.
+While a step is recorded, `step` of the `torch.optim` optimizers in attributes of the model passes
+the gradients of their parameters to the recording. The update sets `.grad` to the gradients of the
+window, and calls the original `step`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _SCHEDULERS = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.Re
 
 
 def take(recording: Any, applied: Applied, gradients: list[Any]) -> None:
-    """Give a recording the gradients that a step applies, and make the update of a trial."""
+    """Record the gradients that a step applies, and make the surrogate update of a trial."""
     optimizer, variables, _ = applied
     if not optimizer.built:
         with keras.name_scope(optimizer.name):
             optimizer.build(variables)
     is_own, sums = not is_of_keras(recording.model, "train_step"), recording.sums
     for variable, gradient in () if sums and sums.is_in_grad else zip(variables, gradients):
-        if raw(variable).grad is gradient:  # which is the window's now, and the step has a copy
+        if raw(variable).grad is gradient:  # the window owns it now; the user's step gets a copy
             raw(variable).grad = gradient.clone() if is_own and gradient is not None else None
     gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
     recording.apply(applied, gradients)
@@ -46,7 +46,7 @@ def take(recording: Any, applied: Applied, gradients: list[Any]) -> None:
 class TorchOptimizer:
     """A `torch.optim.Optimizer` with the interface of a Keras optimizer.
 
-    Its `variables` are `iterations`, and rates and other numbers as `note_numbers` last read them.
+    Its `variables` are `iterations` and, as of the last `note_numbers`, rates and other numbers.
     """
 
     built = True
@@ -67,7 +67,7 @@ class TorchOptimizer:
         self.note_numbers()
 
     def note_numbers(self) -> None:
-        """Write the optimizer's numbers to the variables."""
+        """Copy the optimizer's numbers to the variables."""
         groups = self._optimizer.param_groups
         for variable, (place, key) in zip(self.variables[1:], self._places):
             variable.assign(float(groups[place][key]))
@@ -80,7 +80,7 @@ class TorchOptimizer:
         return loss
 
     def apply(self, gradients: list[Any], variables: list[Any]) -> None:
-        """Update the variables, whose `grad` then is what was applied, as in plain training."""
+        """Update the variables. Their `grad` is then what was applied, as in plain training."""
         for variable, gradient in zip(variables, gradients):
             raw(variable).grad = None if gradient is None else gradient.to(raw(variable).dtype)
         self._optimizer.step()
@@ -97,7 +97,7 @@ def _is_number(value: Any) -> bool:
 
 
 class TorchOptimizers:
-    """The optimizers of `torch.optim` that a model keeps in attributes."""
+    """The `torch.optim` optimizers in attributes of a model."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -113,9 +113,9 @@ class TorchOptimizers:
         return list(map(self._of, self.of_torch()))
 
     def parts(self) -> list[Any]:
-        """Return the optimizers and the model's schedulers: the objects that a step changes."""
-        kept = list(vars(self._model).values())
-        return [*self.of_torch(), *instances_in(kept, _SCHEDULERS)]
+        """Return the optimizers and the model's schedulers, which a step changes."""
+        attributes = list(vars(self._model).values())
+        return [*self.of_torch(), *instances_in(attributes, _SCHEDULERS)]
 
     def recorded(self) -> Any:
         """Return a context in which their `step` passes gradients to a recording."""
@@ -129,13 +129,13 @@ class TorchOptimizers:
     def _take(self, recording: Any, optimizer: Any, closure: Any = None) -> None:
         if closure is not None:
             raise CannotAccumulateError(refusals.closure_message(self._model.name))
-        found, weights = self._of(optimizer), self._model.trainable_variables
+        wrapper, weights = self._of(optimizer), self._model.trainable_variables
         known = {id(raw(variable)): variable for variable in weights}
-        updated = [p for p in found.parameters() if p.requires_grad]
+        updated = [p for p in wrapper.parameters() if p.requires_grad]
         if not all(id(parameter) in known for parameter in updated):
-            raise CannotAccumulateError(refusals.foreign_message(self._model.name, found.name))
+            raise CannotAccumulateError(refusals.foreign_message(self._model.name, wrapper.name))
         if recording.moves_by is not None:  # in a trial, which compares them
-            found.note_numbers()
+            wrapper.note_numbers()
         note_step(optimizer)
         variables = tuple(known[id(parameter)] for parameter in updated)
-        take(recording, Applied(found, variables), [p.grad for p in updated])
+        take(recording, Applied(wrapper, variables), [p.grad for p in updated])

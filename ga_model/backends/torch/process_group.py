@@ -1,16 +1,15 @@
-"""Several processes that train one model: what they agree on, and their sums of gradients.
+"""Several processes that train one model: agree on the next action, and sum gradients.
 
-They communicate at the end of each window, at the start of each epoch and at the end of `fit`, and
-always in the same way: each first sends all others a few numbers that say what it is about to do.
-So a mismatch is an error in all of them, and none waits for a process that is elsewhere in its
-training. Then gradients are summed, if there are any.
+They communicate at the end of each window, at the start of each epoch and at the end of `fit`. Each
+first sends all others a few numbers that say what it is about to do: a mismatch is an error in all,
+and none waits for a process that is elsewhere in its training. Then gradients are summed, if any.
 
 With u_r the unit in which process r counts its weights, and U the largest of them, sums and weights
 of all processes are
 
     sum_r(u_r / U * sum_i(w_ri / u_r * g_ri)),   sum_r(u_r / U * sum_i(w_ri / u_r))
 
-and their quotient is that of one process that had all microbatches.
+and their quotient is the mean gradient of all microbatches.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ga_model.core.backend_types import Applied
 from ga_model.core.noise import Squares
 from ga_model.core.window import Sums
 
-_BUCKET = 25 * 2**20  # bytes that are summed at a time, as `DistributedDataParallel` does
+_BUCKET = 25 * 2**20  # bytes summed at a time, as in `DistributedDataParallel`
 _WINDOW, _END, _EPOCH, _FINISH = range(4)
 _NAMES = {
     _WINDOW: "the update of a full window",
@@ -42,11 +41,11 @@ _NAMES = {
 class _Message(NamedTuple):
     """The numbers that a process sends the others."""
 
-    kind: float  # what it is about to do, of `_NAMES`
-    epoch: float = 0.0  # that it begins
+    kind: float  # what it is about to do, a key of `_NAMES`
+    epoch: float = 0.0  # the epoch that it begins
     print_of_sum: float = 0.0  # this and the next: the `_fingerprint` of its variables
     print_of_squares: float = 0.0
-    number: float = 0.0  # this and the next three: of its window, as `Sums` has them
+    number: float = 0.0  # this and the next three: its window's, as in `Sums`
     total: float = 0.0
     unit: float = 0.0
     is_sum: float = 0.0
@@ -55,13 +54,13 @@ class _Message(NamedTuple):
 
 
 class Processes:
-    """The processes of a `torch.distributed.ProcessGroup`, `size` of them, for one model."""
+    """The `size` processes of a `torch.distributed.ProcessGroup` that train one model."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self.size = num_processes(group)
         self._has_compared = False
-        self._is_in_fit = self._has_ended = False  # `fit`, and the updates of its present epoch
+        self._is_in_fit = self._has_ended = False  # the latter: its epoch has made all updates
 
     def begin_epoch(self, epoch: int, variables: Sequence[Any]) -> None:
         """Raise RuntimeError in all processes unless all begin this epoch, with equal variables."""
@@ -73,21 +72,22 @@ class Processes:
         self._agree(_FINISH, 0, variables)
 
     def end_fit(self) -> None:
-        """Note that there are no epochs now."""
+        """Note that no epoch is running."""
         self._is_in_fit = self._has_ended = False
 
     def _agree(self, kind: int, epoch: int, variables: Sequence[Any]) -> None:
-        told = self._tell(_Message(kind, epoch, *_fingerprint(variables)), _device_of(variables))
-        if len({message.epoch for message in told}) > 1:
-            raise RuntimeError(_elsewhere_message([f"epoch {int(m.epoch)}" for m in told]))
-        _check_alike(told)
+        message = _Message(kind, epoch, *_fingerprint(variables))
+        messages = self._exchange(message, _device_of(variables))
+        if len({message.epoch for message in messages}) > 1:
+            raise RuntimeError(_elsewhere_message([f"epoch {int(m.epoch)}" for m in messages]))
+        _check_equal(messages)
 
-    def _tell(self, message: _Message, device: Any) -> list[_Message]:
-        """Send a message to all processes, and return those of all, by process."""
+    def _exchange(self, message: _Message, device: Any) -> list[_Message]:
+        """Send a message to all processes, and return those of all, in order of ranks."""
         here = torch.tensor(list(map(float, message)), dtype=torch.float64, device=device)
-        told = [torch.empty_like(here) for _ in range(self.size)]
-        torch.distributed.all_gather(told, here, group=self._group)
-        messages = list(map(_Message._make, torch.stack(told).tolist()))
+        gathered = [torch.empty_like(here) for _ in range(self.size)]
+        torch.distributed.all_gather(gathered, here, group=self._group)
+        messages = list(map(_Message._make, torch.stack(gathered).tolist()))
         kinds = {int(message.kind) for message in messages}
         if len(kinds) > 1 and kinds != {_WINDOW, _END}:
             raise RuntimeError(_elsewhere_message([_NAMES[int(m.kind)] for m in messages]))
@@ -105,13 +105,13 @@ class Processes:
         Moments, amounts and the numbers of skipped and lost microbatches are not exchanged.
 
         Args:
-            applied: the optimizers and their variables in the last window of this process that had
-                a microbatch, or nothing.
+            applied: optimizers and variables of the last window of this process that had a
+                microbatch, or nothing.
 
         Raises:
             RuntimeError: the processes do not train the same model, or some measure the noise.
         """
-        if is_end and sums is None and self._has_ended:  # one process may validate alone
+        if is_end and sums is None and self._has_ended:  # no exchange: one may validate alone
             return None, True
         variables = [v for group in applied for v in group.variables]
         device = _device_of(variables)
@@ -120,15 +120,15 @@ class Processes:
         total, unit = (float(own.total), float(own.unit)) if number and not is_sum else (0.0, 0.0)
         prints = (0.0, 0.0) if self._has_compared else _fingerprint(variables)
         kind, shape = _END if is_end else _WINDOW, _shape_of([a.variables for a in applied])
-        told = self._tell(
+        messages = self._exchange(
             _Message(kind, 0.0, *prints, number, total, unit, is_sum, shape, is_measured), device
         )
-        is_end = all(message.kind == _END for message in told)
+        is_end = all(message.kind == _END for message in messages)
         self._has_ended = is_end and self._is_in_fit
-        counting = [message for message in told if message.number]
+        counting = [message for message in messages if message.number]
         if not counting:
             return sums, is_end
-        self._check(told, counting)
+        self._check(messages, counting)
         largest = max(abs(message.unit) for message in counting)
         is_sum = bool(counting[0].is_sum)
         shrink = unit / largest if unit and largest else 1.0
@@ -146,22 +146,22 @@ class Processes:
             sums = sums._replace(squares=squares)
         return sums, is_end
 
-    def _check(self, told: list[_Message], counting: list[_Message]) -> None:
-        """Raise RuntimeError in all processes if these windows do not go together."""
-        if len({message.shape for message in told}) > 1:
+    def _check(self, messages: list[_Message], counting: list[_Message]) -> None:
+        """Raise RuntimeError in all processes unless their windows can be summed."""
+        if len({message.shape for message in messages}) > 1:
             raise RuntimeError(
                 "All processes of a `process_group` must train the same model, and each needs a "
                 "batch in the first window. Received: variables of different shapes in another "
                 "process, or none. Create and compile the same model in all processes, and give "
                 "each a share of the data."
             )
-        if len({message.is_measured for message in told}) > 1:
+        if len({message.is_measured for message in messages}) > 1:
             raise RuntimeError(
                 "`GradientNoiseScale` must run in all processes of a `process_group`. "
                 "Received: the callback in only some of them. Pass one to `fit` in each process."
             )
         if not self._has_compared:
-            _check_alike(told)
+            _check_equal(messages)
         self._has_compared = True
         if len({message.is_sum for message in counting}) > 1:
             raise RuntimeError(
@@ -172,7 +172,7 @@ class Processes:
     def _summed_squares(
         self, squares: tuple[Squares, ...], number: int, shrink: float, device: Any
     ) -> tuple[Squares, ...]:
-        """Return the sums over processes, one for each of `number` optimizers."""
+        """Return the sums over processes, for each of `number` optimizers."""
         squares = squares or (Squares(0.0, 0.0),) * number
         rows = [[float(s.total) * shrink, float(s.number)] for s in squares]
         sums = torch.tensor(rows, dtype=torch.float64, device=device)
@@ -180,11 +180,11 @@ class Processes:
         return tuple(Squares(*row) for row in sums.tolist())
 
     def _summed(self, variables: list[Any], gradients: list[Any]) -> list[Any]:
-        """Return the sums over processes; None only where no process has a gradient."""
-        found: list[Any] = []
+        """Return the sums over processes, None where no process has a gradient."""
+        summed: list[Any] = []
         for bucket in _buckets(variables):
             dtype, device = _sum_dtype(bucket[0]), raw(bucket[0]).device
-            pieces = gradients[len(found) : len(found) + len(bucket)]
+            pieces = gradients[len(summed) : len(summed) + len(bucket)]
             flags = [float(piece is not None) for piece in pieces]
             values = [
                 (torch.zeros_like(raw(v)) if piece is None else piece).to(dtype).reshape(-1)
@@ -194,11 +194,11 @@ class Processes:
             torch.distributed.all_reduce(flat, group=self._group)
             numbers = flat[: len(bucket)].tolist()
             sums = flat[len(bucket) :].split([raw(v).numel() for v in bucket])
-            found += [
+            summed += [
                 piece.view(raw(v).shape) if number else None
                 for v, number, piece in zip(bucket, numbers, sums)
             ]
-        return found
+        return summed
 
 
 def processes_of(group: Any) -> Processes | None:
@@ -207,7 +207,7 @@ def processes_of(group: Any) -> Processes | None:
 
 
 def num_processes(group: Any = None) -> int:
-    """Return the processes of a group, of the default one where none is given; 1 without any."""
+    """Return the size of a group, by default of the default group; 1 without any."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return 1
@@ -233,13 +233,13 @@ def _buckets(variables: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def _shape_of(groups: Iterable[Sequence[Any]]) -> float:
-    """Return a number that tells the variables of one model from those of another."""
+    """Return a checksum of the shapes of variables, to detect different models."""
     shapes = [[tuple(v.shape) for v in variables] for variables in groups]
     return float(zlib.crc32(repr(shapes).encode()))
 
 
 def _fingerprint(variables: Sequence[Any]) -> tuple[float, float]:
-    """Return two numbers that are equal if the variables are."""
+    """Return two sums over all values, which are equal if the variables are."""
     total: Any = 0.0
     squares: Any = 0.0
     with torch.no_grad():
@@ -250,10 +250,10 @@ def _fingerprint(variables: Sequence[Any]) -> tuple[float, float]:
     return float(total), float(squares)
 
 
-def _check_alike(told: list[_Message]) -> None:
+def _check_equal(messages: list[_Message]) -> None:
     """Raise RuntimeError if variables differ between processes."""
-    prints = [(message.print_of_sum, message.print_of_squares) for message in told]
-    # Different hardware may sum in another order.
+    prints = [(message.print_of_sum, message.print_of_squares) for message in messages]
+    # Different hardware may sum in a different order.
     scale = 1e-9 * (1.0 + max(squares for _, squares in prints))
     for row in prints:
         for a, b in zip(row, prints[0]):

@@ -39,7 +39,7 @@ def check_group(group: Any) -> None:
     is_available = distributed.is_available()
     if group is None or (is_available and isinstance(group, distributed.ProcessGroup)):
         return
-    # What `new_group` returns in the other processes.
+    # `new_group` returns this in processes outside of the group.
     is_outside = is_available and group == distributed.GroupMember.NON_GROUP_MEMBER
     received = "a group without this process" if is_outside else repr(group)
     raise (ValueError if is_outside else TypeError)(

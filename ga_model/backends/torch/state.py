@@ -1,4 +1,4 @@
-"""Snapshots of what steps change besides gradients: variables, other tensors, random state."""
+"""Snapshots of what steps change: variables, other tensors, gradients in `.grad`, random state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class State(VariableSnapshot):
         self._random = random_state()
 
     def differs_in(self, tensors: Iterable[Any]) -> bool:
-        """Return whether the value of one of these tensors has changed."""
+        """Return whether any of these tensors has changed."""
         known = {id(tensor): value for tensor, _, value in self._values}
         return any(not torch.equal(tensor, known[id(tensor)]) for tensor in tensors)
 
@@ -48,7 +48,7 @@ class State(VariableSnapshot):
 
 
 class TensorSnapshot:
-    """Tensors that a call of a layer may write to: its state, and those in attributes."""
+    """The tensors that a layer call may write to: state variables, and tensors in attributes."""
 
     def __init__(self, layer: Any) -> None:
         parts = layers_in(layer)
@@ -63,7 +63,7 @@ class TensorSnapshot:
         self._found = [(n, t, times_written(t), t.detach().clone()) for n, t in found]
 
     def written(self, by_value: bool = False) -> list[str]:
-        """Return the names of those written to; `by_value` also finds writes through `.data`."""
+        """Return the names of changed tensors; `by_value` also finds writes through `.data`."""
         return [
             name
             for name, tensor, version, value in self._found
@@ -82,7 +82,7 @@ def _is_same(tensor: Any, value: Any) -> bool:
 
 
 class LeftGradients:
-    """The gradients that steps have left in `.grad`, to which the next batch adds its own."""
+    """The gradients that steps left in `.grad`, to which the next batch adds its own."""
 
     def __init__(self, model: Any) -> None:
         self._left = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
@@ -108,7 +108,7 @@ def _has_values(value: Any) -> bool:
 
 
 def random_state() -> tuple[Any, list[Any]]:
-    """Return the states of the CPU and of each GPU."""
+    """Return the random states of the CPU and of each GPU."""
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return torch.get_rng_state(), on_gpus
 
@@ -121,7 +121,7 @@ def set_random_state(state: tuple[Any, list[Any]]) -> None:
 
 
 def preserving_random_state() -> AbstractContextManager[None]:
-    """Return a context that restores the state at its end."""
+    """Return a context that restores the random state at its end."""
     number = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     return torch.random.fork_rng(range(number))  # type: ignore[no-any-return]
 

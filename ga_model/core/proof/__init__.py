@@ -1,6 +1,6 @@
-"""Whether training by microbatches is that of the full batch: one window is tried both ways.
+"""Try whether training by microbatches equals training on the full batch.
 
-`trial` tries a step, by `windows` that run some samples at once and in parts from the same state,
-and `judge` compares what comes out; `weighing` is what a microbatch may weigh, `verdict` what was
-found. `calls` tries calls of layers.
+`trial` tries a step: `windows` run some samples at once and in parts, from the same state, and
+`judge` compares the results. `weighing` lists possible weights of a microbatch, `verdict` is the
+result. `calls` tries calls of layers.
 """

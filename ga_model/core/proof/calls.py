@@ -1,4 +1,4 @@
-"""Whether a call of a layer treats samples one by one: it is tried at once, and in parts."""
+"""Try whether a layer call is per sample: run it on all samples at once and in two parts."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from keras import ops
 from ga_model.core.proof.windows import norm_of, rounded
 
 TOTAL = 5  # samples of a trial, in parts of three and two
-KNOWN = 4 * TOTAL  # samples of a batch, of as many trials
+KNOWN = 4 * TOTAL  # samples taken from a batch, for four trials
 _PARTS = (0, 3), (3, TOTAL)
-_PARTS_OF_GRADIENTS = (0, 2), (2, 4)  # of one size, as compiling programs of gradients takes long
-_UNKNOWN = 8  # entries along an axis of any length
-HALF = {"float16": 1e-3, "bfloat16": 1e-2}  # of what counts as equal in half precision
-_OF_GRADIENTS = 1e-3, 0.05  # relative, in float32 and in half precision
-_FOLDED = 4099  # entries that are compared of an array, or of its row; a prime mixes all axes
+_PARTS_OF_GRADIENTS = (0, 2), (2, 4)  # of equal size, as a gradient program takes long to compile
+_UNKNOWN = 8  # length of an axis of unknown length
+HALF = {"float16": 1e-3, "bfloat16": 1e-2}  # relative tolerances in half precision
+_OF_GRADIENTS = 1e-3, 0.05  # relative tolerances of gradients, in float32 and in half precision
+_FOLDED = 4099  # most entries compared of an array or a row of it; a prime mixes all axes
 
 
 class NotByRowsError(Exception):
-    """A call cannot be made on some samples at a time. The text says why."""
+    """A call cannot be split by samples. The message says why, for a warning."""
 
 
-def agreed(found: Sequence[Sequence[str | None]]) -> list[str | None]:
-    """Return the kinds of outputs on which several trials agree, of those that show something."""
-    seen = [set(kinds) - {"alike"} for kinds in zip(*found)]
+def agreed(trials: Sequence[Sequence[str | None]]) -> list[str | None]:
+    """Return for each output the kind that all conclusive trials agree on, or None."""
+    seen = [set(kinds) - {"alike"} for kinds in zip(*trials)]
     seen = [kinds if kinds == {"zero"} else kinds - {"zero"} for kinds in seen]
     return [kinds.pop() if len(kinds) == 1 else None for kinds in seen]
 
@@ -41,26 +41,26 @@ def kinds_of(
     """Return how each output of a function depends on the samples.
 
     Args:
-        run: runs it on samples from one place up to another, and returns arrays.
-        tolerance: relative, of what counts as equal, if it is more than an output's precision.
-        parts: where parts of the samples begin and end, in their order.
+        run: the function, of the begin and end of a range of samples. Returns arrays.
+        tolerance: relative; a lower precision of an output raises it.
+        parts: begin and end of each part of the samples, in order.
 
     Returns:
-        "rows" of what has one entry of axis 0 for each sample, which follows from that sample
-        alone; "alike" if it is the same in all; "mean" or "sum" of what is one over samples;
-        "zero" if that does not tell; or None.
+        For each output "rows" if axis 0 has one entry per sample, which depends on that sample
+        only; "alike" if these entries are equal, too; "mean" or "sum" if it is that over samples;
+        "zero" if it is zero, which shows nothing; or None.
     """
-    tolerances, found = list[float](), []
+    tolerances, runs = list[float](), []
     sizes = [end - begin for begin, end in parts]
     for begin, end in ((0, sum(sizes)), *parts):
         outputs = run(begin, end)
         tolerances = tolerances or [_tolerance_of(output, tolerance) for output in outputs]
-        found.append(list(map(_folded, outputs)))
-        del outputs  # before the next ones are there
-    return [_kind(each, sizes, most) for most, each in zip(tolerances, zip(*found))]
+        runs.append(list(map(_folded, outputs)))
+        del outputs  # frees memory for the next ones
+    return [_kind(arrays, sizes, limit) for limit, arrays in zip(tolerances, zip(*runs))]
 
 
-_SCALES = (1.0, 0.1, 3.0)  # of samples: what saturates hides what it combines
+_SCALES = (1.0, 0.1, 3.0)  # of samples: a saturated function hides that it combines samples
 
 
 def kinds_of_call(
@@ -72,92 +72,92 @@ def kinds_of_call(
     is_trained: Sequence[bool],
     is_half: bool = False,
 ) -> tuple[list[str | None], bool]:
-    """Return how outputs depend on the samples, by several trials.
-
-    Also return whether gradients by samples follow from each alone, and shared ones add up.
+    """Return how outputs of a call depend on the samples, by several trials.
 
     Args:
-        run: runs it: takes `fixed` and all samples of a trial, and where those begin and end that
-            it is to run on. Returns arrays.
-        gradients: likewise, gradients by samples and by `fixed`; or None: they are Keras's own.
-        fixed: tensors that have no samples, of which shapes and dtypes matter.
-        samples: tensors that have samples on axis 0, likewise.
-        known: of each of these, arrays of `KNOWN` samples as training has them, or None.
-        is_trained: of each of `fixed`, whether it is trained. Other vectors may be variances.
-        is_half: whether something is computed in half precision.
+        run: the call, of values for `fixed`, of all samples of a trial, and of the begin and end of
+            the range to run. Returns arrays.
+        gradients: the same for gradients by samples and `fixed`, or None if they are Keras's own.
+        fixed: tensors without samples. Only their shapes and dtypes matter.
+        samples: tensors with samples on axis 0, likewise.
+        known: for each of `samples`, an array of `KNOWN` samples from training, or None.
+        is_trained: for each of `fixed`, whether it is trained. Other vectors may be variances.
+        is_half: whether anything is computed in half precision.
+
+    Returns:
+        The kind of each output, as in `kinds_of`; and whether gradients of samples are per sample,
+        and those of `fixed` add up.
 
     Raises:
-        Exception: whatever the function raises for another number of samples.
+        Exception: whatever the call raises for another number of samples.
     """
-    found, adds_up, generator = [], True, np.random.default_rng(0)
+    trials, adds_up, generator = [], True, np.random.default_rng(0)
     are_weights = (is_weight or len(t.shape) > 1 for t, is_weight in zip(fixed, is_trained))
     scales = [_scale(t) if is_weight else None for t, is_weight in zip(fixed, are_weights)]
-    values = [_drawn(t, t.shape, generator, own) for t, own in zip(fixed, scales)]
+    values = [_drawn_like(t, t.shape, generator, scale) for t, scale in zip(fixed, scales)]
     shapes = [(TOTAL, *t.shape[1:]) for t in samples]
     for number, scale in enumerate(_SCALES):
-        arrays = [_drawn(t, shape, generator, scale) for t, shape in zip(samples, shapes)]
-        found.append(kinds_of(functools.partial(run, values, arrays)))
+        arrays = [_drawn_like(t, shape, generator, scale) for t, shape in zip(samples, shapes)]
+        trials.append(kinds_of(functools.partial(run, values, arrays)))
         if gradients is not None and not number:
             derived = functools.partial(gradients, values, arrays)
             try:
                 kinds = kinds_of(derived, _OF_GRADIENTS[is_half], _PARTS_OF_GRADIENTS)
             except NotByRowsError:
                 raise
-            except Exception:  # of what has none, or takes too much memory
+            except Exception:  # there are none, or they take too much memory
                 continue
             adds_up = None not in kinds and "mean" not in kinds
     for begin in range(0, KNOWN if any(k is not None for k in known) else 0, TOTAL):
-        if any(None in kinds for kinds in found):
-            break  # it is not split, whatever others show
+        if any(None in kinds for kinds in trials):
+            break  # the call will not be split, so further trials are useless
         chosen = [None if k is None else k[begin : begin + TOTAL] for k in known]
         pairs = zip(chosen, arrays)
         arrays = [a if k is None else k.astype(a.dtype, copy=False) for k, a in pairs]
         try:
-            found.append(_kinds_of_known(run, values, arrays, generator))
+            trials.append(_kinds_of_known(run, values, arrays, generator))
         except NotByRowsError:
             raise
-        except Exception:  # of arrays that do not fit the drawn ones
+        except Exception:  # known arrays may not fit the random ones
             break
-    return agreed(found), adds_up
+    return agreed(trials), adds_up
 
 
 def _kinds_of_known(
     run: Callable[..., Sequence[Any]], values: list[Any], arrays: list[Any], generator: Any
 ) -> list[str | None]:
-    """Return kinds of outputs for samples of a batch, whose size may make rounding large."""
+    """Return kinds of outputs for samples of a batch, whose large values may amplify rounding."""
     if None not in (kinds := kinds_of(functools.partial(run, values, arrays))):
         return kinds
-    # Of weights, as some numbers of samples may stand for missing ones.
+    # Perturb the weights, as some values of the samples may mark missing ones.
     moved = [
         rounded(v, np.finfo(v.dtype).eps / 2, generator) if v.dtype.kind == "f" else v
         for v in values
     ]
-    outputs, others = (
-        [np.nan_to_num(_folded(a), posinf=0, neginf=0) for a in run(each, arrays, 0, TOTAL)]
-        for each in (values, moved)
+    outputs, moved_outputs = (
+        [np.nan_to_num(_folded(a), posinf=0, neginf=0) for a in run(weights, arrays, 0, TOTAL)]
+        for weights in (values, moved)
     )
-    roundings = [norm_of([a - b]) / (norm_of([a]) or 1) for a, b in zip(outputs, others)]
+    roundings = [norm_of([a - b]) / (norm_of([a]) or 1) for a, b in zip(outputs, moved_outputs)]
     return kinds_of(functools.partial(run, values, arrays), 10 * max(roundings))
 
 
 def _scale(weight: Any) -> float:
-    """Return a size of a weight that saturates nothing."""
+    """Return a scale of random weights that saturates no activation."""
     sizes = [size or 1 for size in weight.shape[:-1]]
     return float(np.prod(sizes)) ** -0.5 if len(weight.shape) > 1 else 0.3
 
 
-def _drawn(tensor: Any, shape: Any, generator: Any, scale: float | None) -> Any:
+def _drawn_like(tensor: Any, shape: Any, generator: Any, scale: float | None) -> Any:
     sizes = tuple(_UNKNOWN if size is None else size for size in shape)
     name = keras.backend.standardize_dtype(tensor.dtype)
     return drawn(name, sizes, generator, scale).astype(name, copy=False)
 
 
 def combines_samples(operation: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Return whether an operation of a functional model may, as it is tried on random numbers.
+    """Return whether an operation of a functional model combines samples, tried on random numbers.
 
-    Args:
-        operation: the operation.
-        args, kwargs: nests with a symbolic tensor for each array.
+    In `args` and `kwargs`, symbolic tensors stand for arrays.
     """
     generator, arrays = np.random.default_rng(0), dict[int, Any]()
 
@@ -178,15 +178,15 @@ def combines_samples(operation: Callable[..., Any], args: Any, kwargs: Any) -> b
 
     try:
         return any(kind not in ("rows", "alike") for kind in kinds_of(run))
-    except Exception:  # such as of shapes that are not known
+    except Exception:  # for example because a shape is unknown
         return True
 
 
 def drawn(dtype: Any, shape: tuple[int, ...], generator: Any, scale: float | None = 1.0) -> Any:
-    """Return random numbers of a dtype: small integers, as they may be indices.
+    """Return random numbers of a dtype. Integers are 0 or 1, as they may be indices.
 
     Args:
-        scale: of the numbers, or None: they are near one, as a variance may be.
+        scale: standard deviation of floats, or None for positive ones near 1, such as variances.
     """
     name = keras.backend.standardize_dtype(dtype)
     if name == "bool":
@@ -207,9 +207,9 @@ def _tolerance_of(output: Any, tolerance: float) -> float:
 
 
 def _folded(array: Any) -> Any:
-    """Return sums over groups of the entries of a large array, or of each of its few rows.
+    """Return sums over groups of entries of a large array, or of each row if it has few.
 
-    Sums of samples and rows stay what they are, and copies of all entries need not be held.
+    Summing is linear, so kinds stay the same, and no copy of all entries is kept.
     """
     has_rows = array.ndim > 0 and array.shape[0] <= TOTAL
     rows = array.reshape(array.shape[0] if has_rows else 1, -1) if array.size else array
@@ -224,12 +224,12 @@ def _folded(array: Any) -> Any:
     return folded if has_rows else folded[0]
 
 
-def _kind(found: Sequence[Any], sizes: Sequence[int], tolerance: float) -> str | None:
-    whole, *parts = found
+def _kind(runs: Sequence[Any], sizes: Sequence[int], tolerance: float) -> str | None:
+    whole, *parts = runs
     rows = [(number, *whole.shape[1:]) for number in (sum(sizes), *sizes)]
-    if whole.ndim and [each.shape for each in found] == rows:
+    if whole.ndim and [array.shape for array in runs] == rows:
         joined = np.concatenate([np.asarray(part) for part in parts])
-        if not _are_alike(joined, whole, tolerance):
+        if not _are_close(joined, whole, tolerance):
             return None
         is_number = whole.dtype != bool
         return "alike" if is_number and (whole == whole[:1]).all() else "rows"
@@ -238,20 +238,20 @@ def _kind(found: Sequence[Any], sizes: Sequence[int], tolerance: float) -> str |
     numbers = [np.asarray(part, "float64") for part in parts]
     if not np.any(numbers) and not np.any(whole):
         return "zero"
-    if _are_alike(sum(numbers), whole, tolerance):
+    if _are_close(sum(numbers), whole, tolerance):
         return "sum"
     mean = sum(size / sum(sizes) * number for size, number in zip(sizes, numbers))
-    return "mean" if _are_alike(mean, whole, tolerance) else None
+    return "mean" if _are_close(mean, whole, tolerance) else None
 
 
-def _are_alike(found: Any, expected: Any, tolerance: float) -> bool:
+def _are_close(actual: Any, expected: Any, tolerance: float) -> bool:
     if expected.dtype == bool or np.asarray(expected).dtype.kind in "iu":
-        return bool(np.array_equal(found, expected))
-    found, expected = (np.asarray(a, "float64") for a in (found, expected))
+        return bool(np.array_equal(actual, expected))
+    actual, expected = (np.asarray(a, "float64") for a in (actual, expected))
     is_known = np.isfinite(expected)
-    if found.shape != expected.shape or not np.array_equal(is_known, np.isfinite(found)):
+    if actual.shape != expected.shape or not np.array_equal(is_known, np.isfinite(actual)):
         return False
     if expected.size and not is_known.any():
-        return False  # nothing is seen
-    difference = norm_of([found[is_known] - expected[is_known]])
+        return False  # nothing can be compared
+    difference = norm_of([actual[is_known] - expected[is_known]])
     return difference <= tolerance * norm_of([expected[is_known]]) + 1e-6

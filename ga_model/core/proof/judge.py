@@ -1,4 +1,4 @@
-"""Compare windows that were tried: what microbatches weigh, and whether all comes out the same."""
+"""Compare the windows of a trial: find the weights of microbatches, and what still differs."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from ga_model.core.proof.weighing import Watched, Weighing
 from ga_model.core.proof.windows import Outcome, Window, norm_of
 
 _ORDER = "the order of updates"
-_TOLERANCE = 2e-4  # relative, of what many operations make of rounding in float32
+_TOLERANCE = 2e-4  # relative; covers rounding that many float32 operations have amplified
 
 
 class Judge:
-    """Compares windows: within few roundings, and where they differ by more, within as much as
-    rounding does to the full batch.
+    """Compares windows. Differences of a few roundings count as none, and larger ones only if
+    rounding changes the full batch as much.
 
     Args:
-        runner: what has run them.
-        tried: the windows, with the same samples.
-        assumed: what microbatches were weighed by so far, or None.
+        runner: the runner of the windows.
+        tried: windows of the same samples.
+        assumed: the weighing that training has used so far, or None.
     """
 
     def __init__(
         self, runner: StepRunner, tried: Sequence[Window], assumed: Weighing | None = None
     ) -> None:
         self.runner = runner
-        # How much more rounding may do than one of each weight. Half precision rounds far more.
+        # Tolerated multiple of the effect of rounding weights, which half precision makes larger.
         self._factor = 10.0 if runner.rounding == runner.epsilon else 4.0
         self._windows = tried if runner.is_folded else [w.as_unfolded() for w in tried]
-        self._has_noise = False  # whether rounding was measured
-        self._sizes: dict[tuple[int, int], list[float]] = {}  # of gradients, by window and place
+        self._has_noise = False  # whether the effect of rounding is measured
+        self._part_norms: dict[tuple[int, int], list[float]] = {}  # norms of gradients, a cache
         self._outcomes = _outcomes(self._windows)
         self._candidates = list(candidates(self._windows, runner.has_own_loss, runner.of_shapes))
         has_weight = all(outcome.seen.of_loss is not None for outcome in self._outcomes)
@@ -46,58 +46,57 @@ class Judge:
 
     @functools.cached_property
     def _norms(self) -> list[float]:
-        """The norms of all gradients, by window."""
+        """The norm of all gradients of each window."""
         of_windows = ([g for g in w.whole.gradients if g is not None] for w in self._windows)
         return list(map(norm_of, of_windows))
 
     @property
     def is_moved(self) -> bool:
-        """Whether there are gradients other than zero."""
+        """Whether any gradient is nonzero."""
         return any(window.is_moved for window in self._windows)
 
     @functools.cached_property
     def verdict(self) -> Verdict:
-        """The verdict. An assumed weighing is kept if it is exact."""
-        found: Verdict = self._judged(self._verdict, lambda found: found.is_exact)
-        return found
+        """The verdict, with the assumed weighing if it is exact."""
+        verdict: Verdict = self._decide(self._verdict, lambda verdict: verdict.is_exact)
+        return verdict
 
-    def _judged(self, judge: Callable[[], Any], is_good: Callable[[Any], bool]) -> Any:
-        """Return a judgement, with rounding measured only if it is not good otherwise."""
+    def _decide(self, judge: Callable[[], Any], is_good: Callable[[Any], bool]) -> Any:
+        """Return a judgement. The costly effect of rounding is measured only if it is not good."""
         self._has_noise = self.runner.rounding > self.runner.epsilon
-        if not is_good(found := judge()) and not self._has_noise:
+        if not is_good(judgement := judge()) and not self._has_noise:
             self._has_noise = True
-            found = judge()
-        return found
+            judgement = judge()
+        return judgement
 
     def _verdict(self) -> Verdict:
-        off = {w: self._gradients_off(w) for w in self._candidates}
-        exact = [weighing for weighing, found in off.items() if not found]
+        off = {w: self._gradient_differences(w) for w in self._candidates}
+        exact = [weighing for weighing, differing in off.items() if not differing]
         plain = [w for w in self._candidates if w.source in ("loss", "samples", "sum")]
         weighing = exact[0] if exact else min(plain, key=lambda w: _badness(off[w]))
         differences = [
             (n if n == _ORDER else f"the gradient of {n}", size)
-            for n, size in _largest(off[weighing])
+            for n, size in _by_size(off[weighing])
         ]
-        others = self._values_off(weighing)
-        differences += [(n, size) for n, size in _largest(others) if n not in off[weighing]]
+        variables_off = self._value_differences(weighing)
+        differences += [(n, size) for n, size in _by_size(variables_off) if n not in off[weighing]]
         first = self._windows[0].whole
         numbers = tuple(
-            LAST if number is None else self._reduction(_entry("numbers", place))
+            LAST if number is None else self._reduction(_getter("numbers", place))
             for place, number in enumerate(first.numbers)
         )
-        logs = tuple((n, self._reduction(_entry("logs", n))) for n in first.logs)
+        logs = tuple((n, self._reduction(_getter("logs", n))) for n in first.logs)
         pairs = zip(self.runner.metrics, numbers)
         differences += [(f"the metric {name!r}", inf) for name, w in pairs if w is None]
         differences += [(f"the log {name!r}", inf) for name, w in logs if w is None]
-        found = tuple(Difference(*pair) for pair in differences)
-        is_said = first.seen.of_loss is None if weighing.is_sum else weighing.source == "loss"
-        is_folded = self.runner.is_folded and is_said
+        by_loss = first.seen.of_loss is None if weighing.is_sum else weighing.source == "loss"
+        is_folded = self.runner.is_folded and by_loss
         scalars = tuple(sorted(first.seen.scalars))
         return Verdict(
             weighing,
             numbers,
             logs,
-            found,
+            tuple(Difference(*pair) for pair in differences),
             is_folded=is_folded,
             scalars=scalars,
             watched=tuple(self._watched(weighing)),
@@ -109,15 +108,15 @@ class Judge:
         )
 
     def agrees(self, known: Verdict) -> bool:
-        """Return whether all comes out as it was found before."""
-        return bool(self._judged(functools.partial(self._agrees, known), bool))
+        """Return whether these windows agree with an earlier verdict."""
+        return bool(self._decide(functools.partial(self._agrees, known), bool))
 
     def _agrees(self, known: Verdict) -> bool:
-        numbers = [(_entry("numbers", place), w) for place, w in enumerate(known.numbers)]
-        logs = [(_entry("logs", name), weighing) for name, weighing in known.logs]
+        numbers = [(_getter("numbers", place), w) for place, w in enumerate(known.numbers)]
+        logs = [(_getter("logs", name), weighing) for name, weighing in known.logs]
         return not (
-            self._gradients_off(known.weighing)
-            or self._values_off(known.weighing)
+            self._gradient_differences(known.weighing)
+            or self._value_differences(known.weighing)
             or any(
                 not self._fits(window, weighing, get)
                 for get, weighing in [*numbers, *logs]
@@ -127,7 +126,7 @@ class Judge:
         )
 
     def _watched(self, weighing: Weighing) -> Iterator[Watched]:
-        """Yield the scalars that were the same in all outcomes, or went with their weight."""
+        """Yield the scalars that were constant in all outcomes, or proportional to the weight."""
         outcomes, weights = self._outcomes, np.ones(len(self._outcomes))
         if weighing.source not in ("loss", "sum"):
             weights = np.asarray([_weight(weighing, outcome) for outcome in outcomes])
@@ -140,40 +139,39 @@ class Judge:
                     break
 
     def kinds(self) -> Kinds:
-        """Return which losses of the user's own are means or sums over samples."""
+        """Return which of the user's own losses are means over samples, and which are sums."""
         first = self._windows[0].whole
-        compiled = ((n, self._kind(_entry("compiled", n))) for n in sorted(first.compiled))
-        added = (self._kind(_entry("added", place)) for place in range(len(first.added)))
+        compiled = ((n, self._kind(_getter("compiled", n))) for n in sorted(first.compiled))
+        added = (self._kind(_getter("added", place)) for place in range(len(first.added)))
         return Kinds(tuple(compiled), tuple(added))
 
     def _kind(self, get: Callable[[Outcome], Any]) -> str:
-        return self._judged(functools.partial(self._kind_if_known, get), bool) or "mean"
+        return self._decide(functools.partial(self._kind_if_known, get), bool) or "mean"
 
     def _kind_if_known(self, get: Callable[[Outcome], Any]) -> str:
         is_sum = all(self._fits(window, Weighing("sum"), get) for window in self._windows)
         is_mean = all(self._fits(window, Weighing("samples"), get) for window in self._windows)
         return "mean" if is_mean else "sum" if is_sum else ""
 
-    def _gradients_off(self, weighing: Weighing) -> dict[str, float]:
-        """Return how much gradients differ that are put together by a weighing, by variable.
+    def _gradient_differences(self, weighing: Weighing) -> dict[str, float]:
+        """Return relative differences of gradients that are summed by a weighing, by variable.
 
-        That is in the first window where they do: the first of all starts from the weights as they
-        are.
+        Each is of the first window that differs, since the first starts from the actual weights.
         """
-        found: dict[str, float] = {}
-        for window, everything in zip(self._windows, self._norms):
+        differences: dict[str, float] = {}
+        for window, total_norm in zip(self._windows, self._norms):
             shares = window.shares(weighing)
             if any(part.places != window.whole.places for part in window.parts):
                 return {_ORDER: inf}
             for number, place in enumerate(window.whole.places):
-                size = self._gradient_off(window, number, shares, everything)
+                size = self._gradient_difference(window, number, shares, total_norm)
                 if size:
                     name = self.runner.names[place]
-                    found.setdefault(name, size)
-        return found
+                    differences.setdefault(name, size)
+        return differences
 
-    def _gradient_off(
-        self, window: Window, place: int, shares: list[float], everything: float
+    def _gradient_difference(
+        self, window: Window, place: int, shares: list[float], total_norm: float
     ) -> float:
         whole = window.whole.gradients[place]
         parts = [part.gradients[place] for part in window.parts]
@@ -181,39 +179,39 @@ class Judge:
             return 0.0
         if whole is None or any(part is None for part in parts):
             return inf
-        total = _total(shares, parts)
-        if (key := (id(window), place)) not in self._sizes:
-            self._sizes[key] = [norm_of([part]) for part in parts]
-        sizes = self._sizes[key]
-        largest = max((abs(s) * size for s, size in zip(shares, sizes) if s), default=0.0)
-        floor = 100 * self.runner.epsilon * (largest + everything)
-        floor += self._noise(window, _entry("gradients", place))
-        return self._off(total, whole, floor, norm_of([whole]))
+        summed = _weighted_sum(shares, parts)
+        if (key := (id(window), place)) not in self._part_norms:
+            self._part_norms[key] = [norm_of([part]) for part in parts]
+        norms = self._part_norms[key]
+        largest = max((abs(s) * size for s, size in zip(shares, norms) if s), default=0.0)
+        floor = 100 * self.runner.epsilon * (largest + total_norm)
+        floor += self._noise(window, _getter("gradients", place))
+        return self._difference(summed, whole, floor, norm_of([whole]))
 
-    def _values_off(self, weighing: Weighing) -> dict[str, float]:
-        """Return how much variables differ after the one update, by name."""
-        runner, found = self.runner, dict[str, float]()
+    def _value_differences(self, weighing: Weighing) -> dict[str, float]:
+        """Return relative differences of variables after the update, by name."""
+        runner, differences = self.runner, dict[str, float]()
 
         def compare(place: int, value: Any, floor: float, size: float) -> None:
-            if off := self._off(left[place], value, floor, size):
+            if difference := self._difference(final[place], value, floor, size):
                 name = runner.names[place]
-                found.setdefault(name, off)
+                differences.setdefault(name, difference)
 
-        for window, everything in zip(self._windows, self._norms):
+        for window, total_norm in zip(self._windows, self._norms):
             if any(part.places != window.whole.places for part in window.parts):
                 return {_ORDER: inf}
-            left = [np.asarray(value).astype("float64") for value in window.parts[-1].values]
+            final = [np.asarray(value).astype("float64") for value in window.parts[-1].values]
             shares = window.shares(weighing)
-            rounding = 100 * runner.epsilon * everything
+            rounding = 100 * runner.epsilon * total_norm
             rates = list(zip(window.whole.places, window.whole.rates))
             floors = {place: rate * rounding for place, rate in rates}
             for number, (place, rate) in enumerate(rates):
                 parts = [part.gradients[number] for part in window.parts]
                 if all(part is not None for part in parts):
-                    left[place] = left[place] - rate * _total(shares, parts)
+                    final[place] = final[place] - rate * _weighted_sum(shares, parts)
             for place in window.whole.counters:
-                left[place] = left[place] + 1
-            for place, value in window.whole.at_updates.items():  # of windows it is what is left
+                final[place] = final[place] + 1
+            for place, value in window.whole.at_updates.items():  # a window updates after its parts
                 size = norm_of([value])
                 compare(place, value, 100 * runner.epsilon * size, size)
             for place, value in enumerate(window.whole.values):
@@ -222,12 +220,12 @@ class Judge:
                     continue
                 moved = norm_of([value - np.asarray(window.values[place], "float64")])
                 floor = 100 * runner.epsilon * norm_of([value]) + floors.get(place, 0.0)
-                floor += self._noise(window, _entry("values", place))
+                floor += self._noise(window, _getter("values", place))
                 compare(place, value, floor, moved)
-        return found
+        return differences
 
     def _reduction(self, get: Callable[[Outcome], Any]) -> Weighing | None:
-        """Return the weighing that makes a number of all from those of the parts, or None."""
+        """Return the weighing that gives the full batch's number from those of parts, or None."""
         for weighing in (LAST, *self._candidates):
             if all(self._fits(window, weighing, get) for window in self._windows):
                 return weighing
@@ -241,26 +239,26 @@ class Judge:
         if any(np.shape(part) != np.shape(whole) for part in parts):
             return False
         if weighing is LAST:
-            total = np.asarray(parts[-1], "float64")
+            combined = np.asarray(parts[-1], "float64")
         else:
-            total = _total(window.shares(weighing), parts)
-        sizes = [norm_of([part]) for part in parts if np.isfinite(part).all()]
-        floor = 100 * self.runner.epsilon * max(sizes, default=0.0) + self._noise(window, get)
-        return not self._off(total, whole, floor, norm_of([whole]))
+            combined = _weighted_sum(window.shares(weighing), parts)
+        norms = [norm_of([part]) for part in parts if np.isfinite(part).all()]
+        floor = 100 * self.runner.epsilon * max(norms, default=0.0) + self._noise(window, get)
+        return not self._difference(combined, whole, floor, norm_of([whole]))
 
     def _noise(self, window: Window, get: Callable[[Outcome], Any]) -> float:
-        """Return how much rounding may change a number of all samples, if it was measured."""
+        """Return the tolerated effect of rounding on a number of the full batch, if measured."""
         if not self._has_noise:
             return 0.0
         whole, rounded = (np.asarray(get(o), "float64") for o in (window.whole, window.rounded()))
         return self._factor * norm_of([rounded - whole])
 
-    def _off(self, found: Any, expected: Any, floor: float, size: float) -> float:
-        """Return a relative difference, or zero if it is what rounding makes."""
-        found, expected = (np.asarray(value, "float64") for value in (found, expected))
-        if np.array_equal(found, expected, equal_nan=True):  # such as the metric of a constant row
+    def _difference(self, actual: Any, expected: Any, floor: float, size: float) -> float:
+        """Return a relative difference, or zero if rounding explains it."""
+        actual, expected = (np.asarray(value, "float64") for value in (actual, expected))
+        if np.array_equal(actual, expected, equal_nan=True):  # such as a metric of constant values
             return 0.0
-        difference = norm_of([found - expected])
+        difference = norm_of([actual - expected])
         if not (np.isfinite(difference) and np.isfinite(size)):
             return inf
         if difference <= floor + max(_TOLERANCE, 2 * self.runner.rounding) * size:
@@ -271,37 +269,37 @@ class Judge:
 def candidates(
     tried: Sequence[Window], has_own_loss: bool, of_shapes: Set[str]
 ) -> Iterator[Weighing]:
-    """Yield ways to weigh microbatches, the more telling ones first.
+    """Yield ways to weigh microbatches, the most specific first.
 
-    What the step divides by may be the number of samples by chance, so it comes before that, and
-    before what is assumed of a loss of the user's own. It comes in the order of the step, which is
-    that of the names: what it bounds, before it divides by that.
+    A divisor of the step may equal the number of samples by chance, so divisors come before that
+    number, and before the assumed denominator of a user's own loss. Divisors come in the order of
+    the step, by name: a number before its bound, which the step divides by.
 
     Args:
         tried: windows.
         has_own_loss: whether the loss is the user's own.
-        of_shapes: names of scalars that follow from shapes alone. So they come behind the samples.
+        of_shapes: names of scalars that follow from shapes alone, and come after the samples.
     """
     if all(len(window.parts) == 1 for window in tried):
-        yield Weighing("samples")  # as any other would do
+        yield Weighing("samples")  # any weight is exact
         return
     outcomes = _outcomes(tried)
     known_scalars = sorted(_common_scalars(outcomes))
-    told = [name for name in known_scalars if name not in of_shapes]
-    sources = list(told)
+    divisors = [name for name in known_scalars if name not in of_shapes]
+    sources = list(divisors)
     if all(outcome.seen.of_loss is not None for outcome in outcomes):
         sources = [*sources, "loss"] if has_own_loss else ["loss", *sources]
     sources += ["samples", *(name for name in known_scalars if name in of_shapes)]
-    known: list[list[float]] = []
+    known_shares: list[list[float]] = []
     for weighing in (w for source in sources for w in _variants(source, tried)):
         shares = [share for window in tried for share in window.shares(weighing)]
         if weighing.source in of_shapes and 0 in shares:
-            continue  # there are samples, which the step treats otherwise if they are few
-        if weighing.epsilon and _is_bounded(weighing.source, told, outcomes):
+            continue  # a part has samples, but a divisor of 0: the step treats few differently
+        if weighing.epsilon and _is_bounded(weighing.source, divisors, outcomes):
             continue
-        is_new = not any(np.allclose(shares, other, rtol=1e-9, atol=0) for other in known)
+        is_new = not any(np.allclose(shares, other, rtol=1e-9, atol=0) for other in known_shares)
         if np.isfinite(shares).all() and (is_new or weighing == Weighing("samples")):
-            known.append(shares)
+            known_shares.append(shares)
             yield weighing
     yield Weighing("sum")
 
@@ -311,24 +309,24 @@ def _outcomes(tried: Sequence[Window]) -> list[Outcome]:
 
 
 def _common_scalars(outcomes: Sequence[Outcome]) -> set[str]:
-    """Return the names of the scalars that all outcomes have shown."""
+    """Return the names of the scalars that are in all outcomes."""
     return set.intersection(*(set(outcome.seen.scalars) for outcome in outcomes))
 
 
 def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
-    """Yield what a number may be of the weight of a microbatch: that of the parts adds up."""
+    """Yield the weighings by a number, or by it times the samples, whose weights are additive."""
     plain = Weighing(source)
-    each = [[_weight(plain, part) for part in window.parts] for window in tried]
+    of_parts = [[_weight(plain, part) for part in window.parts] for window in tried]
     wholes = [_weight(plain, window.whole) for window in tried]
-    everything = [*wholes, *(weight for weights in each for weight in weights)]
-    if not np.isfinite(everything).all() or len(set(everything)) == 1:
+    all_weights = [*wholes, *(weight for weights in of_parts for weight in weights)]
+    if not np.isfinite(all_weights).all() or len(set(all_weights)) == 1:
         return  # a constant
-    extra = [(sum(parts) - whole) / (len(parts) - 1) for whole, parts in zip(wholes, each)]
-    size = 1e-5 * max(map(abs, everything))
+    extra = [(sum(parts) - whole) / (len(parts) - 1) for whole, parts in zip(wholes, of_parts)]
+    size = 1e-5 * max(map(abs, all_weights))
     if all(abs(more) <= size for more in extra):
         yield plain
-    # In parts that all have the same, it may be a bound that they are at.
-    elif min(extra) > size and max(extra) - min(extra) <= size < np.ptp(np.concatenate(each)):
+    # Parts that are all equal may be at a bound, which looks like an epsilon.
+    elif min(extra) > size and max(extra) - min(extra) <= size < np.ptp(np.concatenate(of_parts)):
         yield Weighing(source, epsilon=float(np.mean(extra)))
     by_sample = Weighing(source, is_by_sample=True)
     pairs = [
@@ -339,12 +337,12 @@ def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
         yield by_sample
 
 
-def _is_bounded(source: str, told: Sequence[str], outcomes: Sequence[Outcome]) -> bool:
-    """Return whether a number is an earlier one in some outcomes only, such as `maximum(n, 1)`."""
-    found = [_weight(Weighing(source), outcome) for outcome in outcomes]
-    earlier = (Weighing(name) for name in told if name < source)
+def _is_bounded(source: str, divisors: Sequence[str], outcomes: Sequence[Outcome]) -> bool:
+    """Return whether a number equals an earlier one in some outcomes only, as `maximum(n, 1)`."""
+    weights = [_weight(Weighing(source), outcome) for outcome in outcomes]
+    earlier = (Weighing(name) for name in divisors if name < source)
     return any(
-        len({_weight(other, o) == number for o, number in zip(outcomes, found)}) > 1
+        len({_weight(other, o) == weight for o, weight in zip(outcomes, weights)}) > 1
         for other in earlier
     )
 
@@ -353,8 +351,8 @@ def _weight(weighing: Weighing, outcome: Outcome) -> float:
     return float(np.asarray(weighing.weight(outcome.seen)))
 
 
-def _total(shares: Sequence[float], parts: Sequence[Any]) -> Any:
-    """Return a weighted sum. Parts without weight are left out, as they may be NaN."""
+def _weighted_sum(shares: Sequence[float], parts: Sequence[Any]) -> Any:
+    """Return a weighted sum, without parts of weight 0, which may be NaN."""
     pairs = [(share, np.asarray(part, "float64")) for share, part in zip(shares, parts)]
     zero = np.zeros_like(pairs[0][1])
     return sum((share * part for share, part in pairs if share), zero)
@@ -364,12 +362,12 @@ def _badness(off: dict[str, float]) -> tuple[int, float]:
     return len(off), sum(min(size, 9.0) for size in off.values())
 
 
-def _largest(off: dict[str, float]) -> list[tuple[str, float]]:
+def _by_size(off: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(off.items(), key=lambda pair: -pair[1])
 
 
-def _entry(field: str, key: int | str) -> Callable[[Outcome], Any]:
-    """Return a function that returns an entry of a field of an outcome, or None if it has none."""
+def _getter(field: str, key: int | str) -> Callable[[Outcome], Any]:
+    """Return a getter of one entry of a field of an outcome; it gives None if there is none."""
 
     def get(outcome: Outcome) -> Any:
         entries = getattr(outcome, field)

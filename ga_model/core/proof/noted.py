@@ -1,4 +1,4 @@
-"""Random numbers in a trial, and notes of the scalars that code divides by while it runs."""
+"""Control random numbers in a trial, and record the scalars that running code divides by."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, Literal
 
 
 class Draws:
-    """Gives each sample the same random numbers, at once with others and in a part of them.
+    """Gives each sample the same random numbers, whichever samples run with it.
 
-    What is drawn once per batch is different in each part, or it would look exact.
+    Draws that are one per batch differ between parts. Otherwise they would look exact.
 
     Args:
-        rows: samples of the part that runs.
-        total: samples of the trial.
-        begin: scalar, where the part begins among them.
-        run: scalar, a number for the part.
+        rows: number of samples of the part that runs.
+        total: number of samples of the trial.
+        begin: scalar, index of the part's first sample.
+        run: scalar, number of the part's run, for draws per batch.
     """
 
     def __init__(self, rows: int, total: int, begin: Any, run: Any) -> None:
@@ -28,29 +28,29 @@ class Draws:
         self._num_draws = 0
 
     def next_seed(self) -> int:
-        """Return the seed of the next draw, the same one in each part."""
+        """Return the seed of the next draw, the same in each part."""
         self._num_draws += 1
         return self._num_draws
 
     def kind_of(self, shape: tuple[int, ...]) -> Literal["by sample", "alike", "by batch"]:
-        """Return whether draws of a shape are one or several per sample, or per batch."""
+        """Return whether a draw has one row per sample, several ("alike"), or is per batch."""
         if shape and shape[0] == self.rows:
             return "by sample"
         return "alike" if shape and shape[0] and shape[0] % self.rows == 0 else "by batch"
 
 
 class Noted:
-    """What a backend's `Noting` notes.
+    """Record of the scalars that code divides by: the base of each backend's `Noting`.
 
     Args:
-        draws: what random numbers are drawn by, or None: as always.
+        draws: source of random numbers, or None to leave them as they are.
 
     Attributes:
-        scalars: those that were divided by, bounded or decided by, by names, which are the same for
-            other numbers of samples. These have the place in the code, numbered in their order, and
-            how often it was passed before.
+        scalars: scalars that the code divides by, bounds or branches on. Their names are the same
+            for any number of samples: the number of the place in the code, and how often the code
+            passed it before.
         of_shapes: names of those that follow from shapes alone, if known.
-        dtypes: names of the dtypes that were computed in, if known.
+        dtypes: names of the dtypes of results, if known.
     """
 
     def __init__(self, draws: Draws | None) -> None:
@@ -58,14 +58,14 @@ class Noted:
         self.of_shapes: set[str] = set()
         self.dtypes: set[str] = set()
         self._draws = draws
-        self._passed: dict[Any, tuple[int, int]] = {}  # places, their numbers, how often
+        self._passed: dict[Any, tuple[int, int]] = {}  # number and count of passes of each place
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Run a function, and note its operations."""
+        """Run a function, and record the scalars of its operations."""
         raise NotImplementedError
 
     def note(self, operation: str, value: Any, is_of_shapes: bool = False) -> None:
-        """Note a scalar of an operation."""
+        """Record a scalar of an operation."""
         place = self._place() or len(self._passed)
         number, times = self._passed.get(place, (len(self._passed), 0))
         self._passed[place] = number, times + 1
@@ -75,15 +75,15 @@ class Noted:
             self.of_shapes.add(name)
 
     def _place(self) -> Any:
-        """Return the place in the code that runs now, or None: each operation has its own."""
+        """Return a key for the place in the code that runs, or None to number each operation."""
         frame: FrameType | None = sys._getframe(2)
-        found = []
+        frames = []
         while frame is not None:
-            found.append((id(frame.f_code), frame.f_lasti))
+            frames.append((id(frame.f_code), frame.f_lasti))
             frame = frame.f_back
-        return tuple(found)
+        return tuple(frames)
 
 
 def site_of(name: str) -> str:
-    """Return the same of all scalars of one place, which a loop over time steps passes again."""
+    """Return a name without its count of passes, such as those of a loop over time steps."""
     return f"{name[:5]} {name[12:]}"

@@ -1,4 +1,4 @@
-"""Tell what of a model is code of the user's, which is to be tried."""
+"""Detect user code in a model, which a trial must check."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ga_model.core.of_user import counts_samples
 from ga_model.core.proof.calls import combines_samples
 from ga_model.core.statistics import is_known
 
-_OF_WEIGHTS = ("initializer", "regularizer", "constraint")  # attributes of layers
+_OF_WEIGHTS = ("initializer", "regularizer", "constraint")  # ends of attribute names
 _BACKENDS = ("tensorflow", "torch", "jax")
 
 
 def has_code_of_user(model: Any, backend: Backend) -> bool:
-    """Return whether layers or metrics of a model are not Keras's, or may combine samples."""
+    """Return whether layers or metrics of a model are the user's own, or may combine samples."""
     layers = layers_in(model)
     if _is_run_by_user(layers, backend):
         return True
@@ -28,13 +28,13 @@ def has_code_of_user(model: Any, backend: Backend) -> bool:
 
 
 def has_own_operations(layer: Any, backend: Backend) -> bool:
-    """Return whether a call may compute other things than layers of Keras's do."""
+    """Return whether a call of a layer may run more than Keras's own layers."""
     parts = layers_in(layer)
     return _is_run_by_user(parts, backend) or any(map(operations_in, parts))
 
 
 def has_own_gradients(layer: Any, backend: Backend) -> bool:
-    """Return whether gradients of a call may be other than those of Keras's operations."""
+    """Return whether a call of a layer may have custom gradients."""
     parts = layers_in(layer)
     operations = [operation for part in parts for operation, *_ in operations_in(part)]
     return (
@@ -45,7 +45,7 @@ def has_own_gradients(layer: Any, backend: Backend) -> bool:
 
 
 def _is_run_by_user(layers: list[Any], backend: Backend) -> bool:
-    """Return whether code of the user's runs in calls of these layers."""
+    """Return whether calls of these layers run user code."""
     return backend.has_hooks() or any(map(_is_of_user, layers))
 
 
@@ -63,15 +63,15 @@ def _is_of_user(layer: Any) -> bool:
 
 
 def _has_function_of_user(layer: Any) -> bool:
-    """Return whether a layer of Keras's calls other code, such as an activation of the user's.
+    """Return whether a Keras layer calls other code, such as the user's own activation.
 
-    What it makes and changes weights with, takes no samples. Functions of backends are tried alone.
+    Initializers, regularizers and constraints see no samples. Backend functions are tried alone.
     """
-    of_layer = {} if isinstance(layer, keras.Model) else vars(layer)  # those of a model train it
+    of_layer = {} if isinstance(layer, keras.Model) else vars(layer)  # a model's are for training
     for name, value in of_layer.items():
         if not callable(value) or name.endswith(_OF_WEIGHTS):
             continue
-        owner = getattr(value, "__self__", value)  # of a method
+        owner = getattr(value, "__self__", value)  # the object of a method
         module = getattr(owner, "__module__", None) or type(owner).__module__
         if isinstance(value, (type, keras.layers.Layer)) or module.startswith("keras."):
             continue

@@ -1,4 +1,4 @@
-"""Run the step of a model in a trial."""
+"""Run the `train_step` of a model in a trial, on any samples and from any values of variables."""
 
 from __future__ import annotations
 
@@ -27,19 +27,18 @@ from ga_model.core.recorder import record
 from ga_model.core.statistics import is_known
 from ga_model.core.weights import FullBatch
 
-_ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # of one operation
+_ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # relative, of one operation
 
 
 class Step(NamedTuple):
-    """The `train_step` of a model, and the windows that it is to be tried for.
+    """The `train_step` of a model, and the kind of windows to try it for.
 
     Attributes:
         model: the model.
-        backend: what it runs on.
+        backend: its backend.
         is_own: whether the step is the user's own.
-        is_split: whether a window is one batch that is split, of which the weights of all terms are
-            known.
-        is_one: whether a window is one microbatch, so that updates at its end may differ only.
+        is_split: whether a window is one split batch, for which weights of all terms are known.
+        is_one: whether a window is one microbatch, so that only its update can differ.
     """
 
     model: Any
@@ -53,27 +52,28 @@ class StepRunner:
     """Runs the `train_step` of a model.
 
     Args:
-        data: the samples of the trial, a nest of arrays.
-        is_folded: whether the step is Keras's, in which the weight of a part is folded into its
-            loss.
-        kinds: what losses of the user's own are.
-        put_back: restores the state that is in no variable.
+        step: the step.
+        data: samples of the trial, a nest of arrays.
+        is_folded: whether the weight of a part is folded into its loss, as in Keras's step.
+        kinds: reductions of the user's own losses.
+        put_back: restores the Python state (everything that is not in a variable).
 
     Attributes:
-        start: values of all variables, as they are.
-        names: of the variables.
-        metrics: names of those that got the numbers of an outcome, after a run.
-        trained: places of the trained variables.
-        is_free: of each variable, whether it may be anything after a step: a random state.
-        is_moved: of each variable that is not trained, whether starts may differ in it.
-        scales: places of the scales of losses.
-        epsilon: the rounding of one operation in float32.
-        is_told: whether recording the step warns of terms of the loss, as of unlike weights.
+        start: present values of all variables.
+        names: names of the variables, for messages.
+        metrics: names of the metrics that got the numbers of an outcome; set by a run.
+        trained: indices of the trained variables.
+        is_free: for each variable, whether any value after a step is right: it is random state, or
+            belongs to a metric that waits for the full batch.
+        is_moved: for each variable, whether starts may change it though it is not trained.
+        scales: indices of the variables that scale losses.
+        epsilon: rounding of one float32 operation, relative.
+        is_told: whether recording the step warns about loss terms, such as of different weights.
         has_own_loss: whether the loss, or a part of it, is the user's own.
-        is_folded: as it is passed, or set later.
-        is_plain: whether gradients do not depend on that, after a run.
-        written: paths of the variables that the step has written to.
-        of_shapes: names of scalars that follow from shapes alone, and say no more than these.
+        is_folded: as passed; may be set later.
+        is_plain: whether folding leaves gradients unchanged; set by a run.
+        written: paths of the variables that the step wrote to.
+        of_shapes: names of scalars that follow from shapes alone.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class StepRunner:
         self.is_told = self.has_own_loss = False
         self.written: set[str] = set()
         optimizers = backend.optimizers()
-        if not backend.has_several_optimizers:  # a step does not get the variables of others
+        if not backend.has_several_optimizers:  # a step gets no variables of other optimizers
             optimizers = [model.optimizer]
         numbers = [v for o in optimizers for v in o.variables if len(v.shape) == 0]  # such as rates
         counters = [counter_of(optimizer) for optimizer in optimizers]
@@ -112,37 +112,37 @@ class StepRunner:
             id(v) not in random and id(v) not in metrics and not is_in(v, numbers)
             for v in self._variables
         ]
-        # By the samples that run, and all: variables of optimizers and their counts of updates; of
-        # each number, whether it is that of a loss; whether there is a loss that has a weight.
+        # By the samples of a run and of the window: variables and counter of each optimizer;
+        # whether each number is a loss; whether the compiled losses say a weight.
         self._static: dict[tuple[int, int], tuple[list[tuple[list[int], int]], list[bool], bool]]
         self._static = {}
         self.epsilon = float(np.finfo("float32").eps)
-        self._dtypes = {layer.compute_dtype for layer in layers_in(model)}  # and of what has run
+        self._dtypes = {layer.compute_dtype for layer in layers_in(model)}  # runs add theirs
         self.of_shapes: set[str] = set()
         read = backend.compiled(("trial", "values"), self._values, GROUPS)
         self.start = [ops.convert_to_numpy(value) for value in read()]
 
     @property
     def rounding(self) -> float:
-        """The rounding of one operation in the precision of the model, as far as it has run."""
+        """The relative rounding of one operation, in the lowest precision seen so far."""
         return max([self.epsilon, *(_ROUNDING[d] for d in self._dtypes if d in _ROUNDING)])
 
     def _values(self) -> list[Any]:
         return [copy_of(variable) for variable in self._variables]
 
     def run(self, begin: int, end: int, values: list[Any], whole: Outcome | None = None) -> Outcome:
-        """Run the step on samples from `begin` up to `end`, from values of all variables.
+        """Run the step on the samples from `begin` up to `end`, from values of all variables.
 
         Args:
-            whole: what all samples of the window at once have come to, of which these are a part
-                without an update; or None, if these are all.
+            whole: the outcome of all samples of the window, of which these are a part and make no
+                update; or None if these are all.
         """
         rows = total = end - begin
         totals: list[Any] = []
         moves_by, number = MOVES_BY, 0
         if whole is not None:
             total, moves_by = whole.seen.rows, 0.0
-            if rows < total:  # what is drawn once per batch is the same whenever all samples run
+            if rows < total:  # draws per batch differ between parts only
                 totals, number = whole.terms, next(self._runs)
         run = self._backend.compiled(
             ("trial", rows, total),
@@ -150,20 +150,20 @@ class StepRunner:
             GROUPS,
             discards=True,
         )
-        place = np.float32(moves_by), np.int32(begin), np.int32(number)
+        scalar_arguments = np.float32(moves_by), np.int32(begin), np.int32(number)
         data = part_of(self._data, begin, end)
-        if not self._backend.traces:  # losses may write to what they get
+        if not self._backend.traces:  # losses may write to their inputs
             data = self._backend.copied(data)
         data = self._backend.as_traced(data)  # as in training
-        (rates, numbers, logs, of_loss), scalars, found = keras.tree.map_structure(
+        (rates, numbers, logs, of_loss), scalars, fields = keras.tree.map_structure(
             lambda x: None if x is None else ops.convert_to_numpy(x),
-            run(values, data, totals, *place),
+            run(values, data, totals, *scalar_arguments),
         )
-        applied, are_known, is_said = self._static[rows, total]
-        seen = Seen(rows, scalars, of_loss if is_said else None)
+        applied, are_losses, has_weight = self._static[rows, total]
+        seen = Seen(rows, scalars, of_loss if has_weight else None)
         unfolded = numbers, logs, seen
-        if self.is_folded:  # numbers of losses are put together as these are
-            numbers = [None if known else number for number, known in zip(numbers, are_known)]
+        if self.is_folded:  # losses are combined exactly, by their known denominators
+            numbers = [None if is_loss else number for number, is_loss in zip(numbers, are_losses)]
             logs, seen = {}, Seen(rows, scalars, of_loss)
         rates = [float(rate) for rate in rates] or [0.0] * len(applied)
         return Outcome(
@@ -174,7 +174,7 @@ class StepRunner:
             logs=logs,
             seen=seen,
             unfolded=unfolded,
-            **found,
+            **fields,
         )
 
     def _run(
@@ -193,15 +193,15 @@ class StepRunner:
         step = functools.partial(self._step, rows, total)
         draws = Draws(rows, total, begin, number)
         arguments = data, totals, moves_by, begin
-        (weighed, found), noted = self._backend.noting(step, arguments, draws)
+        (numbers, fields), noted = self._backend.noting(step, arguments, draws)
         self._dtypes |= noted.dtypes
         self.of_shapes |= noted.of_shapes
-        return weighed, noted.scalars, {**found, "values": self._values()}
+        return numbers, noted.scalars, {**fields, "values": self._values()}
 
     def _step(
         self, rows: int, total: int, data: Any, totals: list[Any], moves_by: Any, begin: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return numbers that an outcome is computed from, and entries of it."""
+        """Return the numbers that an outcome is computed from, and fields of it."""
         model, backend = self._model, self._backend
         is_part, whole = rows < total, None
         if is_part and self._is_split:
@@ -209,19 +209,19 @@ class StepRunner:
         zero, parts = _numbers.float64(0.0), _numbers.float64(3.0 if is_part else 1.0)
         # The unit is the weight, so gradients are those of the loss.
         position = Position(1.0, parts, 1.0, begin == 0, zero, whole)
-        moves_by = 0.0 if is_part else moves_by  # a number that is known while code is traced
+        moves_by = 0.0 if is_part else moves_by  # a Python number, known in a trace
         options = {"is_own": not self.is_folded, "moves_by": moves_by, "waits": is_part}
         with (
             model._accumulation.holding_back(),
-            without_training.of(filter(is_known, layers_in(model))),  # others may do anything
+            without_training.of(filter(is_known, layers_in(model))),  # BatchNormalization only
             record(model, data, position, backend, kinds=self._kinds, **options) as recording,
         ):
             logs, written = backend.run_step(data)
         if is_part and not self._is_split:
-            recording.update_metrics()  # have something of each batch when the next one begins
+            recording.update_metrics()  # as after each batch of training
         self.written |= {variable.path for variable in written}
         losses = recording.losses
-        if is_part:  # those metrics have nothing of it yet, and what they get is compared instead
+        if is_part:  # waiting metrics are not updated yet; their numbers are compared instead
             waiting = {id(v) for update, _ in recording.updates() for v in update.metric.variables}
             pairs = zip(self._variables, self.is_free)
             self.is_free = [is_free or id(v) in waiting for v, is_free in pairs]
@@ -233,15 +233,15 @@ class StepRunner:
             ([self._places[id(v)] for v in a.variables], self._places[id(counter)])
             for a, counter in zip(applied, counters)
         ]
-        are_known = [mean is not None for mean in recording.means()]
-        self._static[rows, total] = of_applied, are_known, recording.says_weight
+        are_losses = [mean is not None for mean in recording.means()]
+        self._static[rows, total] = of_applied, are_losses, recording.says_weight
         self.is_plain = self.is_plain and losses.terms().is_plain and not self.scales
         self.metrics = [update.metric.name for update, _ in recording.updates()]
         terms = [0.0 if term.weight is None else term.weight for term in losses.compiled]
         of_loss = losses.terms().weight
         of_loss = None if of_loss is None else _numbers.float64(of_loss)
-        own = recording.split_logs(logs)[0]
-        found = {
+        own_logs = recording.split_logs(logs)[0]
+        fields = {
             "gradients": recording.gradients,
             "terms": [_numbers.float64(weight) for weight in terms],
             "compiled": dict(losses.values),
@@ -252,6 +252,6 @@ class StepRunner:
                 if id(v) in self._places and not is_in(v, counters)
             },
         }
-        weighed = recording.rates, recording.numbers(), own, of_loss
+        numbers = recording.rates, recording.numbers(), own_logs, of_loss
         recording.release()
-        return weighed, found
+        return numbers, fields

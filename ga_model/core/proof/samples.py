@@ -1,4 +1,4 @@
-"""Choose the samples of a trial."""
+"""Choose the samples of a trial from a batch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ga_model.core.batch import num_rows, part_of
 
 
 def samples_for_trial(data: Any, number: int) -> Iterator[Any]:
-    """Yield so many samples of a batch, as arrays: altered copies, too, if it has fewer.
+    """Yield `number` samples of a batch, as arrays. Altered copies fill up a smaller batch.
 
-    The largest target comes first, also with another input, as what is rare may be what a loss is
-    divided by. Sample weights that are all alike are altered, as others may follow. Where some
-    samples have numbers that are not finite, which may stand for missing ones, others without these
-    follow. Ragged and sparse tensors stay what they are, and are repeated if there are fewer.
+    The largest target comes first, also with another input, because a loss may be divided by
+    something rare. Sample weights that are all equal are altered, as later batches may have others.
+    If some samples contain NaN or infinity, which may mark missing values, a second choice without
+    them follows. Ragged and sparse tensors are not converted, and repeated if there are fewer.
 
     Raises:
-        ValueError: there are fewer than three of these, which would all be alike.
+        ValueError: there are fewer than three ragged or sparse samples, so all would be equal.
     """
     if any(
         hasattr(leaf, "flat_values") or hasattr(leaf, "dense_shape")
@@ -41,18 +41,18 @@ def samples_for_trial(data: Any, number: int) -> Iterator[Any]:
     if isinstance(data, tuple) and len(data) == 3:
         data = *data[:2], keras.tree.map_structure(_uneven, data[2])
     is_finite = _are_finite(data, num_rows(data))
-    everything = np.arange(len(is_finite))
+    all_places = np.arange(len(is_finite))
     if not is_finite.all():
-        yield _samples(data, everything, number, everything[~is_finite])
+        yield _samples(data, all_places, number, all_places[~is_finite])
     if is_finite.any():
-        yield _samples(data, everything[is_finite], number)
+        yield _samples(data, all_places[is_finite], number)
 
 
 def _samples(data: Any, places: Any, number: int, preferred: Sequence[int] = ()) -> Any:
-    """Return so many samples of these places.
+    """Return `number` of the samples at these indices.
 
     Args:
-        preferred: places of which some are chosen in any case.
+        preferred: indices of which some are always chosen.
     """
     rows, generator = len(places), np.random.default_rng(0)
     largest = _largest_rows(data, places)[: number // 4]
@@ -66,7 +66,7 @@ def _samples(data: Any, places: Any, number: int, preferred: Sequence[int] = ())
     def taken(array: Any) -> Any:
         if not isinstance(array, np.ndarray) or not array.shape:
             return array
-        twins = [(row, row if found_in is array else row - 1) for found_in, row in largest]
+        twins = [(row, row if source is array else row - 1) for source, row in largest]
         array = array[places] if len(array) > rows else array
         array = array if rows >= number else _altered(array, number, generator)
         return array[[*itertools.chain(*twins), *others]]
@@ -75,7 +75,7 @@ def _samples(data: Any, places: Any, number: int, preferred: Sequence[int] = ())
 
 
 def _uneven(weights: Any) -> Any:
-    """Return sample weights of which some are smaller, if all are alike."""
+    """Return sample weights, some of them made smaller if all are equal."""
     is_float = isinstance(weights, np.ndarray) and weights.ndim and weights.dtype.kind == "f"
     if not is_float or np.ptp(weights):
         return weights
@@ -89,7 +89,7 @@ def _repeated(leaf: Any, times: int) -> Any:
 
 
 def _are_finite(data: Any, rows: int) -> Any:
-    """Return of each sample whether its numbers are all finite."""
+    """Return a boolean mask of the samples whose values are all finite."""
     is_finite = np.ones(rows, bool)
     for array in keras.tree.flatten(data):
         is_array = isinstance(array, np.ndarray) and array.shape[:1] == (rows,)
@@ -99,10 +99,10 @@ def _are_finite(data: Any, rows: int) -> Any:
 
 
 def _largest_rows(data: Any, places: Any) -> list[tuple[Any, int]]:
-    """Return arrays, and which of these rows is the largest of each, by its sum.
+    """Return pairs of an array and the number of its row with the largest sum among `places`.
 
-    Where numbers are missing, that is the one which has most of them. Arrays of whole numbers, such
-    as labels and masks, come first, and targets before inputs.
+    If values are missing (not finite), it is the row with most values. Arrays of whole numbers,
+    such as labels and masks, come first, and targets before inputs.
     """
     of_wholes: list[tuple[Any, int]] = []
     others: list[tuple[Any, int]] = []
@@ -111,18 +111,18 @@ def _largest_rows(data: Any, places: Any) -> list[tuple[Any, int]]:
         if is_array and array.dtype.kind not in "USO":
             rows = array.reshape(len(array), -1)
             sums = rows.sum(1, "float64")[places]
-            if not np.isfinite(sums).all():  # so of numbers some are missing
+            if not np.isfinite(sums).all():  # some values are missing
                 sums = np.isfinite(rows).sum(1)[places]
             if np.ptp(sums):
-                found = of_wholes if np.array_equal(sums, np.round(sums)) else others
-                found.append((array, int(np.argmax(sums))))
+                group = of_wholes if np.array_equal(sums, np.round(sums)) else others
+                group.append((array, int(np.argmax(sums))))
     return of_wholes + others
 
 
 def _altered(array: Any, number: int, generator: Any) -> Any:
-    """Return the samples of an array, followed by new ones.
+    """Return the samples of an array, followed by altered copies.
 
-    Copies would be alike where it matters what stands beside a sample.
+    Exact copies would hide how a sample depends on the others.
     """
     rows, more = len(array), number - len(array)
     chosen = generator.integers(0, rows, more)
@@ -140,9 +140,9 @@ def _altered(array: Any, number: int, generator: Any) -> Any:
     elif rows >= 3 and new.dtype.kind in "iubf" and (is_number or new.ndim > 1):
         other = array[(chosen + generator.integers(1, rows, more)) % rows]
         ones = [1] * (new.ndim - 1)
-        if is_number:  # probabilities stay such
+        if is_number:  # a mixture of two samples: probabilities stay probabilities
             new = new + generator.uniform(0.2, 0.8, (more, *ones)) * (other - new)
-        else:  # the end of another row, as of ids, masks or one-hot vectors
+        else:  # ids, masks or one-hot vectors get the end of another row
             begin = generator.integers(1, max(new.shape[-1], 2), (more, *ones))
             new = np.where(np.arange(new.shape[-1]) < begin, new, other)
     return np.concatenate([array, new.astype(array.dtype)])

@@ -1,4 +1,4 @@
-"""Find out whether training a step by microbatches equals training on the full batch."""
+"""Try a step: does training it by microbatches equal training on the full batch?"""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from ga_model.core.recorder import CannotAccumulateError
 
 
 def _cuts(backend: Backend, rows: int) -> Cuts:
-    """Return the ways to cut windows of two thirds of a microbatch, or seven samples, into parts.
+    """Return the ways to cut windows of two thirds of a microbatch, at least seven samples.
 
-    Where functions are traced, each number of samples takes a program.
+    Where functions are traced, parts are equal, as each number of samples needs its own program.
     """
     size = max((rows + 5) // 10, 1)
     if backend.traces:
@@ -37,7 +37,7 @@ def _cuts(backend: Backend, rows: int) -> Cuts:
 
 
 class NothingSeenError(ValueError):
-    """Samples tell nothing of a step."""
+    """The samples show no gradient, so nothing can be said about the step."""
 
     def __init__(self) -> None:
         super().__init__("All gradients are zero, or not finite.")
@@ -46,53 +46,55 @@ class NothingSeenError(ValueError):
 def of_step(
     step: Step, data: Any, rows: int, assumed: Weighing | None = None
 ) -> tuple[Verdict, Exception | None]:
-    """Try the step of a model on some samples, and leave the model as it was.
+    """Try the step of a model on samples of a batch, and restore the model.
+
+    A trial that fails is repeated with other traces and numbers of samples, as the step may need
+    multiples of some number, or memory.
 
     Args:
-        data: a batch, of one replica.
-        rows: samples of a microbatch. A step may need multiples of some number of samples, and
-            there may be memory for few.
-        assumed: what microbatches were weighed by so far that have shown nothing.
+        data: a batch of one replica.
+        rows: number of samples of a microbatch.
+        assumed: the weighing used so far, for microbatches without a gradient.
 
     Returns:
-        What is found, and the error if it cannot be tried.
+        The verdict, and the error if the step cannot be tried.
     """
     backend = step.backend
 
-    def tried(cuts: Cuts) -> tuple[Verdict, Exception | None]:
+    def attempt(cuts: Cuts) -> tuple[Verdict, Exception | None]:
         cuts = tuple((sum(sizes),) for sizes in cuts) if step.is_one else cuts
-        found: tuple[Verdict, Exception | None]
+        result: tuple[Verdict, Exception | None]
         try:
             for samples in samples_for_trial(data, sum(cuts[0])):
-                found = _of_samples(step, samples, cuts, assumed)
-                if found[1] is None:
+                result = _of_samples(step, samples, cuts, assumed)
+                if result[1] is None:
                     break
         except CannotAccumulateError:
             raise
-        except Exception as error:  # as there are too few samples, or others of each array
+        except Exception as error:  # too few samples, or arrays of different numbers of samples
             return assumed_of(step.is_own), error
-        return found
+        return result
 
-    verdict, error = tried(cuts := _cuts(backend, min(rows, int(num_rows(data)))))
+    verdict, error = attempt(cuts := _cuts(backend, min(rows, int(num_rows(data)))))
     if error is None or isinstance(error, NothingSeenError):
         return verdict, error
     if backend.traces_otherwise(error):
-        found, other = tried(cuts)
-        if other is None or isinstance(other, NothingSeenError):
-            return found, other
-        backend.traces_otherwise(error)  # as before
-    others: list[Cuts] = [((n, 2 * n), (2 * n, n)) for n in range(2, rows + 1) if rows % n == 0]
+        result, next_error = attempt(cuts)
+        if next_error is None or isinstance(next_error, NothingSeenError):
+            return result, next_error
+        backend.traces_otherwise(error)  # switches back
+    fallbacks: list[Cuts] = [((n, 2 * n), (2 * n, n)) for n in range(2, rows + 1) if rows % n == 0]
     if backend.out_of_memory(error) is not None:
-        others = [((1, 1, 1),)]
-    for cuts in others:
-        verdict, other = tried(cuts)
-        if other is None:
+        fallbacks = [((1, 1, 1),)]
+    for cuts in fallbacks:
+        verdict, next_error = attempt(cuts)
+        if next_error is None:
             return verdict, None
     return verdict, error
 
 
 def still_holds(step: Step, data: Any, known: Verdict) -> bool:
-    """Try one window of a step that was tried before, and return whether all is as it was found."""
+    """Try one window of a step again, and return whether an earlier verdict still holds."""
     cuts: Cuts = ((7,),) if step.is_one else ((4, 3),)
     with _trying(step) as put_back:
         try:
@@ -101,29 +103,28 @@ def still_holds(step: Step, data: Any, known: Verdict) -> bool:
             with forgetting_losses(step.model):
                 tried = list(windows(runner, cuts, is_brief=True))
             is_known = not tried or not tried[0].is_moved or Judge(runner, tried).agrees(known)
-        except Exception:  # what cannot be tried with so many samples, as before
+        except Exception:  # it cannot be tried on this number of samples, so nothing is new
             return True
         return is_known and runner.written <= set(known.written)
 
 
 def of_microbatches(step: Step, held: Sequence[Any]) -> tuple[Verdict, Exception | None]:
-    """Try a step on samples of several microbatches. The first has shown something new.
+    """Try a step on samples of several microbatches, the first of which showed something new.
 
     Args:
-        held: of each microbatch its first samples, or all. Those of other shapes or names than
-            the first ones are left out.
+        held: the first samples of each microbatch. Other structures than the first are left out.
     """
-    held = [each for each in held if _shapes(each) == _shapes(held[0])]
-    first, others = num_rows(held[0]), sum(map(num_rows, held[1:]))
-    data = keras.tree.map_structure(_joined, held[0], *held)  # what is new may be so in several
-    cuts: Cuts = ((first, first, others),) if others else ((first, first),)
-    if others > 1:
-        cuts = (first, first, others - 1, 1), (first, first, *[1] * others)
+    held = [samples for samples in held if _shapes(samples) == _shapes(held[0])]
+    num_first, num_rest = num_rows(held[0]), sum(map(num_rows, held[1:]))
+    data = keras.tree.map_structure(_joined, held[0], *held)  # twice, as several may have news
+    cuts: Cuts = ((num_first, num_first, num_rest),) if num_rest else ((num_first, num_first),)
+    if num_rest > 1:
+        cuts = (num_first, num_first, num_rest - 1, 1), (num_first, num_first, *[1] * num_rest)
     return _of_samples(step, data, cuts)
 
 
 def _shapes(data: Any) -> Any:
-    """Return the shapes of samples, nested as they are."""
+    """Return the nest of the shapes of samples."""
     return keras.tree.map_structure(lambda leaf: tuple(getattr(leaf, "shape", ()))[1:], data)
 
 
@@ -135,9 +136,9 @@ def _joined(*leaves: Any) -> Any:
 
 @contextlib.contextmanager
 def _trying(step: Step) -> Iterator[Callable[[], None]]:
-    """Return a context in which the step of a model may be tried.
+    """Try a step in a block, and restore the model at its end.
 
-    It gives a function that lets all be as it was that is in no variable.
+    Yields a function that restores the Python state (everything that is not in a variable).
     """
     state = step.backend.state()
     with warnings.catch_warnings(), np.errstate(all="ignore"):
@@ -159,20 +160,20 @@ def _of_samples(
             for _ in range(4):
                 runner = StepRunner(step, samples, is_folded, kinds, put_back)
                 with forgetting_losses(step.model):
-                    coming = windows(runner, cuts)
-                    first = list(itertools.islice(coming, 2))
-                    judge, instead = _judged(runner, first, assumed, kinds)
-                    if instead is None and (others := list(coming)):
-                        judge, instead = _judged(runner, first + others, assumed, kinds)
-                    if instead is None and judge.is_moved:
+                    remaining = windows(runner, cuts)
+                    first = list(itertools.islice(remaining, 2))
+                    judge, retry = _compared(runner, first, assumed, kinds)
+                    if retry is None and (others := list(remaining)):
+                        judge, retry = _compared(runner, first + others, assumed, kinds)
+                    if retry is None and judge.is_moved:
                         verdict = judge.verdict._replace(kinds=kinds)
-                if instead is None:
+                if retry is None:
                     break
-                kinds, is_folded = instead
+                kinds, is_folded = retry
                 step.backend.forget("trial")
         except CannotAccumulateError:
             raise
-        except Exception as error:  # whatever code of the user's raises on other samples
+        except Exception as error:  # user code may raise anything on other samples
             return assumed_of(step.is_own, kinds), error
         if not judge.is_moved:
             return assumed_of(step.is_own, kinds), NothingSeenError()
@@ -181,27 +182,26 @@ def _of_samples(
     return verdict, None
 
 
-def _judged(
+def _compared(
     runner: StepRunner, tried: list[Window], assumed: Weighing | None, kinds: Kinds
 ) -> tuple[Judge, tuple[Kinds, bool] | None]:
-    """Compare windows, and return how a step is to be tried that was tried otherwise than it is
-    going to be trained.
+    """Compare windows, and find out whether the step must be tried in another way.
 
     Args:
-        runner: what has run the windows.
-        tried: some or all.
-        assumed: what microbatches were weighed by so far.
-        kinds: that losses were taken for.
+        runner: the runner of the windows.
+        tried: the windows so far.
+        assumed: the weighing used so far.
+        kinds: the assumed reductions of the user's own losses.
 
     Returns:
-        The comparison. What losses are, and whether weights are folded into them; or None: it is
-        to be as it was.
+        The comparison. Then None, or reductions and whether to fold weights into the loss, for
+        another trial, because training will differ from this one in these.
     """
     judge = Judge(runner, tried, assumed)
     if not runner.is_folded or not judge.is_moved:
         return judge, None
     if (found := judge.kinds()).has_sum and not kinds.has_sum:
-        return judge, (found, True)  # known from the values, whatever they were taken for
+        return judge, (found, True)  # found from the values, so right whatever was assumed
     if judge.verdict.is_folded or not judge.verdict.is_exact:
         return judge, None
     if not runner.is_plain:
@@ -211,7 +211,7 @@ def _judged(
 
 
 def assumed_of(is_own: bool, kinds: Kinds | None = None) -> Verdict:
-    """Return the verdict on a step that is not tried, or cannot be."""
+    """Return the verdict on a step that is not or cannot be tried."""
     differences = (Difference("everything", float("inf")),)
     weighing = Weighing("samples" if is_own else "loss")
     return Verdict(weighing, (), (), differences, is_folded=not is_own, kinds=kinds or Kinds())

@@ -14,16 +14,16 @@ from ga_model.core.losses import Kinds
 from ga_model.core.proof.noted import site_of
 from ga_model.core.proof.weighing import Seen, Watched, Weighing
 
-WATCHED = 1e-5  # relative, of what is watched
-LAST = Weighing("last")  # the number of the last microbatch stands for all
+WATCHED = 1e-5  # relative tolerance for watched scalars
+LAST = Weighing("last")  # the last microbatch has the number of the full batch
 
 
 class Difference(NamedTuple):
-    """Something that does not come out the same.
+    """A difference from the full batch.
 
     Attributes:
-        what: a gradient, a variable, a log.
-        size: how much, relative to what it is, or to how much it changes.
+        what: name of a gradient, a variable or a log.
+        size: relative to the value, or for a variable to its change.
     """
 
     what: str
@@ -31,7 +31,7 @@ class Difference(NamedTuple):
 
     @property
     def is_only_shown(self) -> bool:
-        """Whether it is in a metric or a log, and weights are those of the full batch."""
+        """Whether only a metric or a log differs, which leaves weights exact."""
         return self.what.startswith(("the metric ", "the log "))
 
 
@@ -39,19 +39,19 @@ class Verdict(NamedTuple):
     """The verdict on a step.
 
     Attributes:
-        weighing: of its gradients.
-        numbers: of what it gives to metrics, in this order; None where nothing fits.
-        logs: of scalars that it logs, with their names; None where nothing fits.
-        differences: what differs from the full batch nevertheless: gradients, variables, logs.
-        otherwise: of numbers and logs that nothing else is known of.
-        is_folded: whether the weight is that of Keras's loss, and is to be folded into it.
-        kinds: of losses of the user's own, where Keras's step runs.
-        scalars: names of what the step may divide by, as it was tried.
-        watched: of these, what training may show to be another than in all that was tried.
+        weighing: weighing of its gradients.
+        numbers: weighings of the numbers that metrics get, in their order; None where none fits.
+        logs: names and weighings of logged scalars; None where none fits.
+        differences: remaining differences from the full batch, in gradients, variables and logs.
+        otherwise: weighing of numbers and logs without one of their own.
+        is_folded: whether the weight is the compiled loss's denominator, and is folded into it.
+        kinds: reductions of the user's own losses, for Keras's step.
+        scalars: names of the scalars that the step divided by, bounded or branched on.
+        watched: those of them that had one value in the trial, and may have another in training.
         written: paths of the variables that the step writes to.
-        has_seen_zero: whether a microbatch without weight was tried.
-        is_tried: whether this was found by trying the step.
-        fitting: all weighings of its gradients that are exact in what was tried.
+        has_seen_zero: whether a microbatch of weight 0 was tried.
+        is_tried: whether a trial gave this verdict.
+        fitting: all weighings of gradients that were exact in the trial.
     """
 
     weighing: Weighing
@@ -74,38 +74,38 @@ class Verdict(NamedTuple):
 
     @property
     def is_watched(self) -> bool:
-        """Whether the step is tried again if training shows something new."""
+        """Whether the step is tried again when training shows something new."""
         return self.is_tried and self.is_exact
 
     @property
     def needed_scalars(self) -> list[str]:
-        """The names of scalars that something is weighed by."""
+        """Names of the scalars that are used as weights."""
         weighings = [self.weighing, *self.numbers, *(weighing for _, weighing in self.logs)]
         return sorted({w.source for w in weighings if w is not None and w.is_divisor})
 
     def is_known_in(self, seen: Seen, has_split_calls: bool) -> bool:
-        """Return whether a microbatch shows what it was found to be weighed by, where it was.
+        """Return whether a microbatch has the needed scalars at the same places as in the trial.
 
-        Where calls of layers are split, what these divide by shows otherwise, or not at all, and
-        another scalar may come to stand in the place.
+        Where calls of layers are split, their divisors are recorded differently or not at all, so
+        another scalar may take a place.
         """
         last = max(self.needed_scalars, default="")
         limit = "~" if has_split_calls and last else last
-        found, known = (
+        sites, known_sites = (
             {site_of(n) for n in names if n <= limit} for names in (seen.scalars, self.scalars)
         )
-        return found == known and set(self.needed_scalars) <= set(seen.scalars)
+        return sites == known_sites and set(self.needed_scalars) <= set(seen.scalars)
 
     def news_in(self, seen: Seen, written: Sequence[Any]) -> Any:
-        """Return whether a microbatch shows what no sample that was tried did: a bool or a scalar.
+        """Return whether a microbatch shows something that the trial did not: a bool or a scalar.
 
         Args:
-            seen: what it shows.
-            written: the variables that its step has written to.
+            seen: scalars of the microbatch.
+            written: variables that its step wrote to.
         """
         news: Any = not {variable.path for variable in written} <= set(self.written)
-        known = zip(sorted(seen.scalars), self.scalars)
-        same = {name for name, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], known)}
+        pairs = zip(sorted(seen.scalars), self.scalars)
+        same = {name for name, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)}
         weight = self.weighing.weight(seen) if self.weighing.source in (*same, "samples") else None
         if self.weighing.is_divisor and weight is not None and not self.has_seen_zero:
             news = news | (weight == 0)
@@ -119,10 +119,10 @@ class Verdict(NamedTuple):
         return news
 
     def after_news(self, found: Verdict) -> Verdict:
-        """Return the verdict with that of a later trial, without watching what has changed since.
+        """Return this verdict combined with that of a later trial, `found`.
 
-        Microbatches weigh what is exact in all samples that were tried. Where nothing is, what
-        served until then still does.
+        The weighing is one that was exact in both trials. If there is none, the present one stays.
+        Scalars that differ between the trials are watched no longer.
         """
         if not found.is_exact:
             return self._replace(differences=found.differences)
@@ -133,7 +133,7 @@ class Verdict(NamedTuple):
             if common:
                 return found._replace(weighing=common[0], is_folded=False, fitting=common)
             if found.weighing.source not in ("loss", "samples", "sum", *self.scalars):
-                return found  # which no sample before could show
+                return found  # a divisor that no earlier sample had
             return self._replace(differences=(Difference("what a microbatch weighs", inf),))
         known = {(w.name, w.is_per_weight): w.value for w in self.watched}
         watched = tuple(
@@ -145,29 +145,29 @@ class Verdict(NamedTuple):
         return found._replace(watched=watched, has_seen_zero=has_seen_zero)
 
     def watches_as(self, other: Verdict) -> bool:
-        """Return whether the same is news to this verdict as to another one."""
+        """Return whether this verdict and another one watch for the same news."""
         mine, others = (
             ({w.name for w in v.watched}, v.has_seen_zero, v.written) for v in (self, other)
         )
         return mine == others
 
     def without_news(self, written: Iterable[str]) -> Verdict:
-        """Return the verdict to which nothing is news that writes to these variables."""
+        """Return the verdict without watching, for a step that also writes to these variables."""
         every = tuple(sorted({*self.written, *written}))
         return self._replace(watched=(), has_seen_zero=True, written=every)
 
     def of_log(self, name: str) -> Weighing:
-        """Return how a scalar that the step logs is put together."""
-        return self._known(dict(self.logs).get(name))
+        """Return the weighing of a scalar that the step logs."""
+        return self._or_otherwise(dict(self.logs).get(name))
 
     def of_number(self, place: int) -> Weighing:
-        """Return the same of a number that a metric gets."""
-        return self._known(self.numbers[place] if place < len(self.numbers) else None)
+        """Return the weighing of a number that a metric gets."""
+        return self._or_otherwise(self.numbers[place] if place < len(self.numbers) else None)
 
-    def _known(self, weighing: Weighing | None) -> Weighing:
-        # What is as in the last microbatch is the same in all, or nearly so.
+    def _or_otherwise(self, weighing: Weighing | None) -> Weighing:
+        # A number that fits the last microbatch is nearly the same in all.
         return self.otherwise if weighing is None or weighing == LAST else weighing
 
 
-# Of a step of Keras's, without code of the user's own.
+# The verdict on Keras's step without user code.
 OF_KERAS = Verdict(Weighing("loss"), is_folded=True)

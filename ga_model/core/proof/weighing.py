@@ -1,4 +1,4 @@
-"""What a microbatch may weigh in its window."""
+"""The possible weights of a microbatch in its window."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 
 class Seen(NamedTuple):
-    """What one microbatch shows of its weight.
+    """What a microbatch shows about its weight.
 
     Attributes:
-        rows: its samples, or a scalar where a graph is for any number.
-        scalars: scalars that its step divides by, bounds or decides by, by name.
-        of_loss: scalar, what the compiled losses say, or None: it is a sum, or they say nothing.
+        rows: number of samples; a scalar tensor in a graph for any number.
+        scalars: scalars that its step divides by, bounds or branches on, by name.
+        of_loss: scalar, denominator of the compiled losses; None for a sum, or if it is unknown.
     """
 
     rows: Any
@@ -22,12 +22,12 @@ class Seen(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """A scalar of a step that was the same in all that was tried, or a number of weights.
+    """A scalar of a step that was constant in a trial, or proportional to the weight.
 
     Attributes:
-        name: of the scalar.
-        value: it, or what it is per weight of the microbatch.
-        is_per_weight: which of both.
+        name: name of the scalar.
+        value: its value, or its quotient by the weight of the microbatch.
+        is_per_weight: whether it is the quotient.
     """
 
     name: str
@@ -36,14 +36,13 @@ class Watched(NamedTuple):
 
 
 class Weighing(NamedTuple):
-    """A way to weigh microbatches. Those of a window have as much weight together as its sum.
+    """A way to weigh microbatches. The weight of a window is the sum of theirs.
 
     Attributes:
-        source: "loss" (what the compiled losses say), "samples", "sum" (each counts once, and the
-            window is not divided), or the name of a divisor.
-        epsilon: a part of the weight that a window has once, and not once per microbatch: that in
-            `sum(mask) + epsilon`.
-        is_by_sample: whether it is to be multiplied by the samples, such as the mean of a mask.
+        source: "loss" (the denominator of the compiled losses), "samples" (their number), "sum"
+            (each counts once, and the window is not divided), or the name of a divisor.
+        epsilon: constant in the weight that a window counts once, as in `sum(mask) + epsilon`.
+        is_by_sample: whether the source is multiplied by the number of samples, as a mask's mean.
     """
 
     source: str
@@ -56,11 +55,11 @@ class Weighing(NamedTuple):
 
     @property
     def is_divisor(self) -> bool:
-        """Whether the weight is a number that the step divides by."""
+        """Whether the weight is a scalar that the step divides by."""
         return self.source not in ("loss", "samples", "sum", "last")
 
     def is_in(self, others: Iterable[Weighing]) -> bool:
-        """Return whether this is one of several ways, up to rounding."""
+        """Return whether this is among several weighings, up to rounding of `epsilon`."""
         return any(
             (self.source, self.is_by_sample) == (other.source, other.is_by_sample)
             and isclose(self.epsilon, other.epsilon, rel_tol=1e-3, abs_tol=1e-9)
@@ -68,7 +67,7 @@ class Weighing(NamedTuple):
         )
 
     def weight(self, seen: Seen) -> Any:
-        """Return the weight of a microbatch: a number or a scalar."""
+        """Return the weight of a microbatch: a number or a scalar tensor."""
         if self.source in ("samples", "sum"):
             return 1.0 * seen.rows if self.source == "samples" else 1.0
         weight = seen.of_loss if self.source == "loss" else seen.scalars[self.source]

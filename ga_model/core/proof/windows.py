@@ -1,11 +1,11 @@
-"""Try one window both ways: all samples at once, and in parts, from the same state.
+"""Run one window both ways: all samples at once, and in parts, from the same state.
 
-The optimizer is stood in for by a *surrogate update*, which moves each weight against its gradient
-by a rate. A rate of 0 is what a recorded step does. With others the order of what a step does shows
-at any learning rate, and no slot of an optimizer has to be put back. The rates move weights by 3 %
-of their norm, so that an effect of the update is far above rounding.
+A *surrogate update* replaces the optimizer: it moves each weight by a rate times its gradient. A
+rate of 0 only records. A larger one shows the order of operations in a step at any learning rate,
+and leaves no optimizer slots to restore. It moves weights by 3 % of their norm, so that the effect
+of the update is far above rounding.
 
-Several starts and cuts are tried: one alone may hide a difference by chance.
+Several starts and cuts are tried, as a single one may hide a difference by chance.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from ga_model.core.proof.weighing import Seen, Weighing
 if TYPE_CHECKING:
     from ga_model.core.proof.runner import StepRunner
 
-MOVES_BY = 0.03  # of their norm, by which the surrogate update moves weights
-_LARGE = 5_000_000  # values, of which fewer windows are tried
-_HUGE = 50_000_000  # and of which one is
-_MANY = 65_536  # entries of an array, of which more are not compared, and not held
-_NOISE = (0.0, 0.3, 2.0, 8.0)  # of the starts, in standard deviations of a weight
-_INFINITE = 1e30  # in float32 a rate by its inverse is still a normal number
-_SCALES = (1.0, 2.0**-10, 2.0**-20)  # of the loss, one after the other while gradients overflow
+MOVES_BY = 0.03  # the surrogate update moves weights by this fraction of their norm
+_LARGE = 5_000_000  # models with more values than this are tried in two windows
+_HUGE = 50_000_000  # and with more than this in one
+_MANY = 65_536  # most entries of an array that are compared, and kept
+_NOISE = (0.0, 0.3, 2.0, 8.0)  # of the starts, relative to the root mean square of a weight
+_INFINITE = 1e30  # counts as overflow; its inverse, as a rate, is still a normal float32 number
+_SCALES = (1.0, 2.0**-10, 2.0**-20)  # factors of the loss scale, in turn while gradients overflow
 
-# Samples of the parts of a window, in one way or several, of the same samples.
+# Ways to cut the samples of a window: the numbers of samples of the parts.
 Cuts = tuple[tuple[int, ...], ...]
 
 
 class Outcome(NamedTuple):
-    """What the step makes of some samples.
+    """The results of a step on some samples.
 
     Attributes:
-        gradients: of the variables that the step updates, in its order, or None.
-        places: of these variables among all.
-        rates: of the surrogate update of each of them.
-        counters: places of the counts of updates that it adds one to.
-        values: of all variables, after the step.
-        numbers: what metrics got that waits for the full batch, None of those of compiled losses.
-        logs: scalars that the step logs and that are no results of metrics.
-        seen: what tells the weight.
-        compiled: values of compiled losses of the user's own that are numbers, by name.
+        gradients: gradients (or None) of the variables that the step updates, in its order.
+        places: indices of these variables among all.
+        rates: rate of the surrogate update of each of them.
+        counters: indices of the `iterations` variables that it increments.
+        values: values of all variables after the step.
+        numbers: numbers that metrics get, which wait for the full batch; None for losses.
+        logs: logged scalars that are not results of metrics.
+        seen: what the step shows about the weight.
+        compiled: values of the user's own compiled losses that return a scalar, by name.
         added: values of losses that layers add.
-        at_updates: values of scalars of optimizers when these are applied, by their places.
-        terms: the weights of the terms of the loss.
-        unfolded: numbers, logs and what tells the weight, if no weight is folded into the loss.
+        at_updates: values of the optimizers' scalars when these are applied, by index.
+        terms: weights of the terms of the loss.
+        unfolded: `numbers`, `logs` and `seen` for a step without a weight folded into its loss.
     """
 
     gradients: list[Any]
@@ -67,20 +67,20 @@ class Outcome(NamedTuple):
     unfolded: tuple[list[Any], dict[str, Any], Seen]
 
     def as_unfolded(self) -> Outcome:
-        """Return the same without weights in the loss, where that leaves gradients as they are."""
+        """Return the outcome without a weight folded into the loss; gradients must not differ."""
         numbers, logs, seen = self.unfolded
         return self._replace(numbers=numbers, logs=logs, seen=seen)
 
 
 class Window(NamedTuple):
-    """A window that was tried.
+    """A window that was run both ways.
 
     Attributes:
-        values: that it starts from.
-        whole: all samples at once.
-        parts: the same samples in parts, each from where the last one ended.
-        rounded: runs all samples at once from weights that differ by a rounding: only where the
-            others differ by more than few roundings, as it costs as much as the window.
+        values: values of all variables at the start.
+        whole: outcome of all samples at once.
+        parts: outcomes of the parts, each of which starts where the one before ended.
+        rounded: returns the outcome of all samples from weights with a rounding error. It costs as
+            much as `whole`, so it is called only if `parts` differ by more than a few roundings.
     """
 
     values: list[Any]
@@ -90,17 +90,17 @@ class Window(NamedTuple):
 
     @property
     def is_moved(self) -> bool:
-        """Whether a gradient is other than zero."""
+        """Whether any gradient is nonzero."""
         gradients = [g for part in self.parts for g in part.gradients if g is not None]
         return any(self.whole.rates) or any((np.isfinite(g) & (g != 0)).any() for g in gradients)
 
     def as_unfolded(self) -> Window:
-        """Return the same without weights in the loss."""
+        """Return the window without weights folded into the loss."""
         parts = [part.as_unfolded() for part in self.parts]
         return self._replace(whole=self.whole.as_unfolded(), parts=parts)
 
     def shares(self, weighing: Weighing) -> list[float]:
-        """Return the share of each part in the window, or NaN."""
+        """Return the share of each part in the weight of the window; NaN if that is zero."""
         if weighing.is_sum:
             return [1.0] * len(self.parts)
         weights = [_number(weighing.weight(part.seen)) for part in self.parts]
@@ -109,21 +109,21 @@ class Window(NamedTuple):
 
 
 def windows(runner: StepRunner, cuts: Cuts, is_brief: bool = False) -> Iterator[Window]:
-    """Try windows of samples in parts of these sizes.
+    """Yield windows of a step, each run both ways.
 
     Args:
-        runner: runs the step.
-        cuts: the ways to cut a window, which windows take in turns.
-        is_brief: whether one window is enough, from the state as it is.
+        runner: the runner of the step.
+        cuts: ways to cut a window, used in turn.
+        is_brief: whether one window is enough, from the actual weights.
     """
     size = sum(np.asarray(value).size for value in runner.start)
     is_brief = is_brief or size > _HUGE
     starts = 1 if is_brief else 2 if size > _LARGE else len(_NOISE)
     chosen: _Entries | None = None
-    without_gradient, is_seen = [], False  # if all starts are so, nothing is seen of the step
+    without_gradient, is_seen = [], False  # one of these is enough if no start has a gradient
     for number, noise in enumerate(_NOISE[:starts]):
         values, sizes = _perturbed(runner, noise, number), cuts[number % len(cuts)]
-        if (whole := _finite(runner, sum(sizes), values)) is None:
+        if (whole := _run_until_finite(runner, sum(sizes), values)) is None:
             continue
         chosen = chosen or _Entries(whole)
         scales = [values[place] for place in runner.scales]
@@ -140,14 +140,14 @@ def windows(runner: StepRunner, cuts: Cuts, is_brief: bool = False) -> Iterator[
 
 
 class _Start(NamedTuple):
-    """What a window starts from.
+    """The start of a window.
 
     Attributes:
-        noise, seed: that weights are perturbed by.
-        sizes: of the parts that the window is cut into.
-        scales: values of the scales of losses.
-        chosen: the entries that are compared.
-        whole: what all samples at once have made of it.
+        noise, seed: size and seed of the perturbation of weights.
+        sizes: numbers of samples of the parts.
+        scales: values of the loss scales.
+        chosen: the entries to compare.
+        whole: outcome of all samples at once.
     """
 
     noise: float
@@ -158,21 +158,21 @@ class _Start(NamedTuple):
     whole: Outcome
 
     def values(self, runner: StepRunner) -> list[Any]:
-        """Return the values of all variables, which are not held."""
-        found = _perturbed(runner, self.noise, self.seed)
+        """Compute the values of all variables, which are not kept to save memory."""
+        values = _perturbed(runner, self.noise, self.seed)
         for place, scale in zip(runner.scales, self.scales):
-            found[place] = scale
-        return found
+            values[place] = scale
+        return values
 
 
 def _in_parts(runner: StepRunner, start: _Start, values: list[Any] | None = None) -> Window | None:
-    """Try a window in parts.
+    """Run a window in parts.
 
     Args:
-        values: of the start, if they are at hand.
+        values: values of all variables at the start, or None to compute them.
 
     Returns:
-        The window, or None: it shows nothing, as numbers are not finite.
+        The window, or None if its numbers are not finite and show nothing.
     """
     numbers = [v for v in (*start.whole.numbers, *start.whole.logs.values()) if v is not None]
     if start.seed and not all(np.isfinite(v).all() for v in numbers):
@@ -183,7 +183,7 @@ def _in_parts(runner: StepRunner, start: _Start, values: list[Any] | None = None
     for size in start.sizes:
         part = runner.run(begin, begin + size, state, start.whole)
         state, begin = part.values, begin + size
-        # The last part has all of them.
+        # Only the values after the last part are compared.
         parts.append(start.chosen.of(part if begin == total else part._replace(values=[])))
     if (runner.rounding > runner.epsilon or runner.scales) and _overflows(parts):
         return None
@@ -197,21 +197,21 @@ def _in_parts(runner: StepRunner, start: _Start, values: list[Any] | None = None
 
 
 class _Entries:
-    """The entries that are compared of large arrays: those of the largest gradients, and others.
+    """Chooses the entries of large arrays to compare: of the largest gradients, and at random.
 
     Args:
-        outcome: of all samples.
+        outcome: outcome of all samples.
     """
 
     def __init__(self, outcome: Outcome) -> None:
         generator = np.random.default_rng(0)
-        of_places = dict(zip(outcome.places, outcome.gradients))
-        self._chosen: dict[int, Any] = {}  # places in arrays, by places of variables
+        by_place = dict(zip(outcome.places, outcome.gradients))
+        self._chosen: dict[int, Any] = {}  # indices in flat arrays, by those of variables
         for place, value in enumerate(outcome.values):
             if (size := np.asarray(value).size) <= _MANY:
                 continue
             chosen = generator.integers(0, size, _MANY // 2)
-            if (gradient := of_places.get(place)) is not None:
+            if (gradient := by_place.get(place)) is not None:
                 sizes = np.abs(np.asarray(gradient).ravel())
                 largest = np.argpartition(sizes, size - _MANY // 2)[size - _MANY // 2 :]
                 chosen = np.concatenate([chosen, largest])
@@ -220,11 +220,11 @@ class _Entries:
             self._chosen[place] = np.flatnonzero(is_chosen)
 
     def values(self, values: Sequence[Any]) -> list[Any]:
-        """Return those of values of all variables, or of nothing."""
+        """Return the chosen entries of the values of all variables. An empty list stays empty."""
         return [self._part(place, value) for place, value in enumerate(values)]
 
     def of(self, outcome: Outcome) -> Outcome:
-        """Return an outcome with no others."""
+        """Return an outcome with the chosen entries of its arrays."""
         pairs = zip(outcome.places, outcome.gradients)
         gradients = [None if g is None else self._part(place, g) for place, g in pairs]
         return outcome._replace(gradients=gradients, values=self.values(outcome.values))
@@ -240,8 +240,8 @@ def _from_start(runner: StepRunner, total: int, values: list[Any]) -> Outcome:
     return runner.run(0, total, values)
 
 
-def _finite(runner: StepRunner, total: int, values: list[Any]) -> Outcome | None:
-    """Run the step on all samples, with smaller scales of the loss in `values` if it overflows."""
+def _run_until_finite(runner: StepRunner, total: int, values: list[Any]) -> Outcome | None:
+    """Run the step on all samples, with smaller loss scales in `values` while it overflows."""
     for factor in _SCALES if runner.scales else _SCALES[:1]:
         for place in runner.scales:
             values[place] = np.asarray(values[place] * factor, np.asarray(values[place]).dtype)
@@ -252,14 +252,14 @@ def _finite(runner: StepRunner, total: int, values: list[Any]) -> Outcome | None
 
 
 def _overflows(outcomes: Sequence[Outcome]) -> bool:
-    """Return whether gradients are not all finite, or nearly not, as those of a scaled loss."""
+    """Return whether gradients are not all finite, or are nearly infinite by a loss scale."""
     gradients = [g for outcome in outcomes for g in outcome.gradients if g is not None]
     return not all((np.abs(gradient) < _INFINITE).all() for gradient in gradients)
 
 
 def norm_of(arrays: Sequence[Any]) -> float:
-    """Return the norm of all numbers in arrays."""
-    # Not by `np.linalg.norm`, whose threads wait for those of PyTorch.
+    """Return the Euclidean norm of all numbers in arrays."""
+    # `np.linalg.norm` is avoided: its threads wait for those of PyTorch.
     return float(sum(np.sum(np.square(np.asarray(a, "float64"))) for a in arrays) ** 0.5)
 
 
@@ -268,10 +268,10 @@ def _number(value: Any) -> float:
 
 
 def _perturbed(runner: StepRunner, noise: float, seed: int) -> list[Any]:
-    """Return values with noise that shows also in weights that are zero."""
+    """Return values of all variables with noise, also on weights that are zero."""
     if not noise:
         return list(runner.start)
-    generator, found = np.random.default_rng(seed), list(runner.start)
+    generator, values = np.random.default_rng(seed), list(runner.start)
     for place, value in enumerate(runner.start):
         value = np.asarray(value)
         if place in runner.trained and value.dtype.kind != "i":
@@ -279,23 +279,23 @@ def _perturbed(runner: StepRunner, noise: float, seed: int) -> list[Any]:
             moved = value + scale * generator.standard_normal(value.shape, "float32")
         elif not runner.is_moved[place] or value.size != 1:
             continue
-        elif value.dtype.kind in "iu":  # a counter
-            most = int(np.iinfo(value.dtype).max)
-            moved = np.minimum(value.astype("int64") + int(10 ** min(2 * noise, 5)), most)
-        else:  # a factor that is annealed
+        elif value.dtype.kind in "iu":  # a counter, which may control a schedule
+            limit = int(np.iinfo(value.dtype).max)
+            moved = np.minimum(value.astype("int64") + int(10 ** min(2 * noise, 5)), limit)
+        else:  # perhaps an annealed factor
             moved = value + noise * generator.random()
-        found[place] = np.asarray(moved).astype(value.dtype)
-    return found
+        values[place] = np.asarray(moved).astype(value.dtype)
+    return values
 
 
 def _rounded(runner: StepRunner, values: list[Any]) -> list[Any]:
-    generator, found = np.random.default_rng(1), list(values)
+    generator, moved = np.random.default_rng(1), list(values)
     for place in runner.trained:
-        found[place] = rounded(np.asarray(values[place]), runner.rounding, generator)
-    return found
+        moved[place] = rounded(np.asarray(values[place]), runner.rounding, generator)
+    return moved
 
 
 def rounded(value: Any, rounding: float, generator: Any) -> Any:
-    """Return an array whose entries differ by a relative rounding, in directions by chance."""
+    """Return an array with a relative rounding error of random sign in each entry."""
     signs = generator.choice([-1.0, 1.0], value.shape)
     return (value.astype("float64") * (1 + rounding * signs)).astype(value.dtype)
