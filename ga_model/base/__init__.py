@@ -1,6 +1,6 @@
 """Below all other subpackages: argument checks, and functions for private names of Keras.
 
-Imports nothing from the package.
+May import no other subpackage.
 """
 
 from ga_model.base._validate import check_releases

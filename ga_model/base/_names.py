@@ -1,4 +1,4 @@
-"""Answer wrong argument names with the right ones. Imports neither TensorFlow nor Keras."""
+"""Errors for wrong argument names that suggest the right ones. Imports no TensorFlow, no Keras."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-# What other tools call the settings.
+# Other names of the settings: those of other packages, and likely mistakes.
 _OTHER_NAMES = {
     "accumulation_steps": (
         "accum_freq accum_steps accumulate_grad_batches accumulate_steps accumulation_step "
@@ -32,7 +32,7 @@ _Arguments = ParamSpec("_Arguments")
 
 
 def answering(function: _Function) -> _Function:
-    """Make a function of at most one positional argument answer wrong arguments with right ones."""
+    """Make a function reject wrong argument names and extra positional ones with the right name."""
     parameters = inspect.signature(function).parameters
     keywords = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
     most = len(parameters) - len(keywords)
@@ -42,7 +42,7 @@ def answering(function: _Function) -> _Function:
     def checked(*args: Any, **kwargs: Any) -> Any:
         check_names(name, kwargs, parameters)
         if len(args) > most:
-            is_window = "accumulation_steps" not in keywords  # it adds what it is given
+            is_window = "accumulation_steps" not in keywords  # a `GradientAccumulator`
             message = _no_count_message if is_window else _positional_message
             raise TypeError(message(name, args[most], keywords))
         return function(*args, **kwargs)
@@ -51,7 +51,7 @@ def answering(function: _Function) -> _Function:
 
 
 def showing(shown: Callable[..., Any]) -> Callable[[_Function], _Function]:
-    """Give a method that forwards `*args` the signature of its target, and its own keywords."""
+    """Give a method that forwards `*args` the signature of `shown`, plus its own keywords."""
 
     def decorated(function: _Function) -> _Function:
         own = inspect.signature(function).parameters.values()
@@ -67,12 +67,12 @@ def showing(shown: Callable[..., Any]) -> Callable[[_Function], _Function]:
 def showing_only(
     shown: Callable[_Arguments, Any],
 ) -> Callable[[Callable[..., Any]], Callable[_Arguments, Any]]:
-    """Do the same for a method without keywords of its own, in a way type checkers understand."""
+    """Do as `showing`, typed for checkers, for a method without keywords of its own."""
     return showing(shown)
 
 
 def check_names(function: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise TypeError if a keyword argument that a function was given is not a known one."""
+    """Raise TypeError if one of the keyword arguments given to a function is unknown."""
     known = list(known)
     for name, value in given.items():
         if name not in known:
@@ -83,7 +83,7 @@ def check_names(function: str, given: Mapping[str, Any], known: Iterable[str]) -
 def check_names_for(
     name: str, function: Any, given: Mapping[str, Any], others: Iterable[str]
 ) -> None:
-    """Raise TypeError if a name is that of no argument of a function, and none of the others."""
+    """Raise TypeError if a given name is neither an argument of a function nor in `others`."""
     parameters = inspect.signature(function).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         check_names(name, given, [*parameters, *others])
@@ -125,7 +125,7 @@ def _no_count_message(function: str, value: Any, known: list[str], name: str = "
 
 
 def check_fit(given: Mapping[str, Any], parameters: Iterable[str], settings: Iterable[str]) -> None:
-    """Raise TypeError if settings of the model are given to `fit`, which has no such parameters."""
+    """Raise TypeError if a setting of the model is passed to a `fit` without that parameter."""
     for name in settings:
         if name in given and name not in parameters:
             raise TypeError(
