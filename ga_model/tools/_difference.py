@@ -1,4 +1,4 @@
-"""The distance of trained weights from others: 1 is how far training has moved those."""
+"""Relative differences of trained weights: 1 is as far as training moved the reference weights."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 
 
 def change(value: Any, start: Any) -> Any:
-    """Return the difference from the start, which is zero also where both are infinite or NaN."""
+    """Return the difference from the start, in float64; zero where both are infinite or NaN."""
     with np.errstate(all="ignore"):
         added = value.astype("float64") - start.astype("float64")
         return np.where((value == start) | (np.isnan(value) & np.isnan(start)), 0.0, added)
 
 
 def relative_differences(*values: Sequence[Any]) -> list[float]:
-    """Return the norm of the difference of two changes, over that of the reference's change.
+    """Return, per variable, ||change - reference change|| / ||reference change||.
 
     Args:
-        *values: for each variable, its value and start, and those of the reference.
+        *values: lists of arrays: variables after training, at the start, and of the reference.
     """
     return [_relative_difference(*of_variable) for of_variable in zip(*values)]
 
