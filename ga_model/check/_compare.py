@@ -1,4 +1,4 @@
-"""Check on a user's own model whether accumulation makes the updates of the full batch."""
+"""Train a user's model with plain Keras and with accumulation, compare, and restore it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from ga_model.core.of_user import others_of_user
 from ga_model.core.proof.windows import rounded
 from ga_model.tools._difference import change, relative_differences
 
-# The attributes of a model that accumulation sets, or that were traced with its settings.
+# Attributes of a model that accumulation sets, or that were traced with its settings.
 _OF_TRAINING = ("_accumulation", "train_function")
 
-# The distance of 1 from the next larger number.
+# Machine epsilon: the distance from 1 to the next larger number.
 _ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
@@ -50,31 +50,31 @@ def check_equivalence(
 ) -> EquivalenceReport:
     """Compare accumulation with the full batch, on your own model and a few samples.
 
-    Trains the model with `fit` from its current weights: first with plain Keras on full batches,
-    then with accumulation on the same samples in the same order. It compares all weights and the
-    state of all optimizers. To measure how much of a difference is rounding, it trains plain Keras
-    on full batches again, from weights with an added rounding error.
+    The model trains with `fit` from its current weights: first with plain Keras on full batches,
+    then with accumulation on the same samples in the same order. All weights and the state of all
+    optimizers are compared. To measure how much of a difference is rounding, plain Keras trains on
+    full batches once more, from weights with an added rounding error.
 
     Afterwards, weights, optimizers, metrics, random state, settings and all other variables of the
-    step are restored, and numbers, arrays, lists and dicts in attributes of the model, its layers
-    and objects of the same packages. A model that was not built yet is built, as by a first batch.
-    Not restored are other Python objects that training changes, and in eager mode the state of
-    TensorFlow's own random operations. The model need not be an `AccumulatingModel`, and does not
-    become one.
+    step are restored, as are numbers, arrays, lists and dicts in attributes of the model, its
+    layers, your own losses and metrics, and objects from the same packages. A model that was not
+    built is built, as by a first batch. Not restored are other Python objects that training
+    changes, and in eager mode the state of TensorFlow's own random operations. The model need not
+    be an `AccumulatingModel`, and does not become one.
 
-    For the comparison, `Dropout` layers drop the same units of every sample in all three trainings,
-    and other random layers of Keras are switched off; the report names them.
+    For the comparison, `Dropout` layers drop the same units for every sample in all three
+    trainings, and other random layers of Keras are switched off; the report names them.
 
     Args:
         model: a compiled `keras.Model`.
         x, y, sample_weight: samples, as you pass them to `fit`: arrays, tensors, pandas objects, or
             nested structures of them, with samples on axis 0. No datasets or generators. The first
-            `batch_size * accumulation_steps * updates` samples are used. With fewer, the last
-            window is partial.
+            `batch_size * accumulation_steps * updates` samples are used. If there are fewer, the
+            last window is partial.
         batch_size: samples per batch of `fit`.
         accumulation_steps: batches per window, an integer >= 1. None is 1. By default, the model's
             setting.
-        microbatch_size: samples per microbatch, an integer >= 1. None keeps batches whole. By
+        microbatch_size: samples per microbatch, an integer >= 1. None does not split batches. By
             default, the model's setting.
         loss_over: "auto", "microbatch" or "batch". None is "auto". By default, the model's setting.
         updates: number of updates to compare, an integer >= 1.
@@ -108,7 +108,7 @@ def check_equivalence(
 
 def compare(model: Any, plan: Plan) -> EquivalenceReport:
     """Train a model by a plan, compare, and restore it: see `check_equivalence`."""
-    said: list[str] = []  # warnings of accumulation go into the report
+    said: list[str] = []  # warnings of accumulation, which go into the report
     with (
         _other_warnings_than(said),
         _left_as_it_was(model, plan),
@@ -123,7 +123,7 @@ def compare(model: Any, plan: Plan) -> EquivalenceReport:
 
 @contextlib.contextmanager
 def _other_warnings_than(said: list[str]) -> Iterator[None]:
-    """Pass warnings on after a block, once each, except those listed by then."""
+    """Give the warnings of a block after it, each once, without those in `said` by then."""
     caught: list[warnings.WarningMessage] = []
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -187,7 +187,7 @@ def _compared(
 
 
 def _num_drawn() -> Any:
-    """Return a value that changes when `keras.random` draws without a seed."""
+    """Return a value that changes whenever `keras.random` draws without a seed."""
     seed = global_seed()
     return None if seed is None else _value_of(seed.state).tolist()
 
@@ -199,14 +199,14 @@ def _fit(model: Any, plan: Plan, batch_size: int) -> None:
 
 
 class _State:
-    """The state that each training starts from: variables, and the Python state of a model.
+    """The state that each training starts from: variables, and the Python state of the model.
 
-    On TensorFlow also all other variables of the process, which the step may use. Random state
-    outside variables is not restored.
+    On TensorFlow it includes all other variables of the process, as the step may use them. Random
+    state outside of variables is not included.
 
     Attributes:
-        compared: paths and variables, of weights and of optimizers.
-        values: their values at the start.
+        compared: pairs of path and variable, for weights and optimizer variables.
+        values: the values of these variables at the start.
     """
 
     def __init__(self, model: Any) -> None:
@@ -247,11 +247,11 @@ def _path(optimizer: Any, variable: Any) -> str:
 
 @contextlib.contextmanager
 def _left_as_it_was(model: Any, plan: Plan) -> Iterator[None]:
-    """Build a model and make it a plain Keras model in a block; then undo all but the building."""
+    """Build a model and make it a plain Keras model for a block; then undo all but the build."""
     attributes, model_class = vars(model), type(model)
     kept = {name: attributes.pop(name) for name in _OF_TRAINING if name in attributes}
     attributes["train_function"] = None
-    strategy = getattr(model, "distribute_strategy", None)  # on TensorFlow
+    strategy = getattr(model, "distribute_strategy", None)  # TensorFlow only
     try:
         with contextlib.nullcontext() if strategy is None else strategy.scope():
             backend = Backend(model)
@@ -263,7 +263,7 @@ def _left_as_it_was(model: Any, plan: Plan) -> Iterator[None]:
             try:
                 yield
             finally:
-                # `model.__class__` of a wrapped model is the class that it had before.
+                # Assigning `model.__class__` fails, as it is a property if the model is wrapped.
                 object.__dict__["__class__"].__set__(model, model_class)
                 state.put_back()
     finally:
@@ -273,11 +273,11 @@ def _left_as_it_was(model: Any, plan: Plan) -> Iterator[None]:
 
 
 def _build(model: Any, backend: Backend, data: Any) -> None:
-    """Create all variables, without a training step."""
+    """Create all variables of a model and its optimizers, without a training step."""
     data = keras.tree.map_structure(_as_tensor, data)
     backend.build(keras.utils.pack_x_y_sample_weight(*data))
     if keras.backend.backend() == "tensorflow" and backend.traces:
-        return  # a trace has built what it uses
+        return  # the trace has built all that the step uses
     if not model.built:
         with contextlib.suppress(NotImplementedError):  # a model without `call`
             model(data[0])
@@ -292,7 +292,7 @@ def _build(model: Any, backend: Backend, data: Any) -> None:
 
 
 def _as_tensor(array: Any) -> Any:
-    """Return an array as Keras converts it: floating-point numbers to its `floatx`."""
+    """Convert an array to a tensor as Keras does: floating-point numbers to `floatx`."""
     if array is None or keras.ops.is_tensor(array):
         return array
     array = np.asarray(array)
@@ -301,14 +301,14 @@ def _as_tensor(array: Any) -> Any:
 
 
 def _value_of(variable: Any) -> Any:
-    """Return a copy of the value of a variable."""
+    """Return a copy of a variable's value as a NumPy array."""
     return np.array(keras.ops.convert_to_numpy(variable))
 
 
 def _add_rounding_errors(model: Any) -> None:
-    """Add a rounding error to every weight, also to frozen ones, up or down.
+    """Add a rounding error, up or down, to every weight, frozen ones included.
 
-    It is that of the dtype that the weight's layer computes in.
+    Its size is that of the dtype in which the weight's layer computes.
     """
     computed_in = _compute_dtypes(model)
     generator = np.random.default_rng(0)
@@ -319,14 +319,14 @@ def _add_rounding_errors(model: Any) -> None:
 
 
 def _compute_dtypes(model: Any) -> dict[int, str]:
-    """Return the compute dtype of each weight's layer, by the id of the weight."""
+    """Return the compute dtype of each weight's layer, by id of the weight."""
     computed_in = {}
-    for layer in layers_in(model):  # the layers of a layer follow it
+    for layer in layers_in(model):  # sublayers follow, and overwrite the dtype of their weights
         computed_in.update({id(v): layer.compute_dtype for v in layer.weights})
     return computed_in
 
 
 def _coarser(dtype: str, other: str) -> str:
-    """Return the dtype that rounds more, or `dtype` if that does not round, such as int64."""
+    """Return the less precise of two dtypes, or `dtype` if it does not round, such as int64."""
     rounds_more = dtype in _ROUNDING and _ROUNDING.get(other, 0.0) > _ROUNDING[dtype]
     return other if rounds_more else dtype

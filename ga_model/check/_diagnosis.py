@@ -1,4 +1,4 @@
-"""Say why accumulation differs from the full batch, if no warning has."""
+"""Explain why accumulation differs from the full batch, beyond the warnings of accumulation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ga_model.check._equivalence_report import EquivalenceReport
 
 
 def reasons(model: Any, report: EquivalenceReport) -> list[str]:
-    """Return sentences that say why the trainings of a report differ, its warnings first."""
+    """Return sentences on why the trainings of a report differ, the warnings first."""
     found = [*report.reasons, *_of_structure(model, report)]
     if found or not report.is_finite:
         return found
