@@ -1,4 +1,4 @@
-"""Run the commands, once their arguments are read. Importing it takes long."""
+"""Run the commands on parsed arguments. Imports Keras, which is slow."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def demo(options: Namespace) -> int:
         )
     try:
         keras.optimizers.get(options.optimizer)
-    except Exception:  # one that needs arguments, or none of Keras's
+    except Exception:  # not an optimizer of Keras, or one that needs arguments
         raise CommandError(
             "--optimizer must be one of Keras's that need no arguments, such as adam or sgd. "
             f"Received: {options.optimizer!r}. Pass --optimizer adam, for example."
@@ -45,7 +45,7 @@ def demo(options: Namespace) -> int:
 
 
 def check(options: Namespace) -> int:
-    """Check a user's model."""
+    """Run the check on a user's model."""
     if options.dtype is not None:
         keras.config.set_floatx(options.dtype)
         keras.config.set_dtype_policy(options.dtype)
@@ -69,7 +69,7 @@ def check(options: Namespace) -> int:
 
 
 def _in_options(message: str) -> str:
-    """Replace Python's arguments in a message by the options of the command line."""
+    """Replace the arguments of `check_equivalence` in a message by command-line options."""
 
     def option(found: re.Match[str]) -> str:
         name, value = f"--{found[1].replace('_', '-')}", found[2]
