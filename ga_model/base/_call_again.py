@@ -30,10 +30,10 @@ class Attributes:
         arrays = [leaf for leaf in leaves.values() if isinstance(leaf, np.ndarray)]
         self._arrays = [(array, array.copy()) for array in arrays if array.flags.writeable]
         self._empty: list[Any] = []  # empty containers, as most in Keras's layers are
-        found: dict[int, tuple[Any, Any]] = {}
+        contents: dict[int, tuple[Any, Any]] = {}
         for _, attributes in self._attributes:
-            _note_contents(attributes.values(), found, self._empty)
-        self._contents = list(found.values())
+            _collect_contents(attributes.values(), contents, self._empty)
+        self._contents = list(contents.values())
 
     def put_back(self) -> None:
         """Restore the attributes and contents."""
@@ -60,8 +60,8 @@ def _is_container(kind: Any) -> bool:
     return issubclass(kind, _CONTAINERS)
 
 
-def _note_contents(
-    values: Iterable[Any], found: dict[int, tuple[Any, Any]], empty: list[Any]
+def _collect_contents(
+    values: Iterable[Any], contents: dict[int, tuple[Any, Any]], empty: list[Any]
 ) -> None:
     """Collect the containers in values, nested ones too, with copies of their contents.
 
@@ -73,10 +73,9 @@ def _note_contents(
         value = unwrapped(wrapper)
         if not value:
             empty.append(value)
-        elif id(value) not in found:
-            content = dict(value) if isinstance(value, dict) else list(value)
-            found[id(value)] = value, content
-            _note_contents(_parts_of(value), found, empty)
+        elif id(value) not in contents:
+            contents[id(value)] = value, dict(value) if isinstance(value, dict) else list(value)
+            _collect_contents(_parts_of(value), contents, empty)
 
 
 def _parts_of(container: Any) -> Any:

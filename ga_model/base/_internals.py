@@ -49,8 +49,8 @@ def layers_in(layer: Any, include_self: bool = True) -> list[Any]:
 
 def operations_in(layer: Any) -> list[tuple[Any, Any, Any]]:
     """Return the non-layer operations of a functional model, with symbolic args and kwargs."""
-    found = [o for o in getattr(layer, "operations", []) if not isinstance(o, keras.layers.Layer)]
-    nodes = [(operation, operation._inbound_nodes[0].arguments) for operation in found]
+    operations = [o for o in getattr(layer, "operations", []) if not isinstance(o, keras.Layer)]
+    nodes = [(operation, operation._inbound_nodes[0].arguments) for operation in operations]
     return [(operation, node.args, node.kwargs) for operation, node in nodes]
 
 
@@ -70,20 +70,20 @@ def training_of_call(layer: Any) -> Any:
 def call_scopes() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Return a function whose contexts restore the scopes of the current layer call."""
     names = ("current_call_ctx", "autocast_scope")
-    inside = [(name, global_state.get_global_attribute(name)) for name in names]
+    saved = [(name, global_state.get_global_attribute(name)) for name in names]
 
     @contextlib.contextmanager
-    def again() -> Iterator[None]:
-        outside = [(name, global_state.get_global_attribute(name)) for name in names]
-        for name, value in inside:
+    def restored() -> Iterator[None]:
+        outer = [(name, global_state.get_global_attribute(name)) for name in names]
+        for name, value in saved:
             global_state.set_global_attribute(name, value)
         try:
             yield
         finally:
-            for name, value in outside:
+            for name, value in outer:
                 global_state.set_global_attribute(name, value)
 
-    return again
+    return restored
 
 
 def is_rematerialized(layer: Any) -> bool:
@@ -279,12 +279,12 @@ def raw(variable: Any) -> Any:
 def losses_of_scope(scope: Any) -> list[Any]:
     """Return the losses that layers added in a `keras.StatelessScope`, in order."""
     # Up to Keras 3.9, an added list of n losses is in it n times.
-    added, found = list(scope.losses), []
+    added, losses = list(scope.losses), []
     while added:
-        losses = added[0] if isinstance(added[0], list) else added[:1]
-        found += losses
-        del added[: len(losses)]
-    return found
+        group = added[0] if isinstance(added[0], list) else added[:1]
+        losses += group
+        del added[: len(group)]
+    return losses
 
 
 def adder_of(loss: Any, layer: Any) -> Any:

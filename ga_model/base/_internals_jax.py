@@ -26,6 +26,6 @@ def leave_values(model: Any, values: Mapping[Any, Iterable[Any]]) -> None:
     Args:
         values: the values before the step, by `core.backend_types.Group`.
     """
-    found = {f"{group}_variables": list(of_group) for group, of_group in values.items()}
-    if not any(value.is_deleted() for group in found.values() for value in group):
-        model._jax_state, model._jax_state_synced = found, False
+    state = {f"{group}_variables": list(arrays) for group, arrays in values.items()}
+    if not any(value.is_deleted() for group in state.values() for value in group):
+        model._jax_state, model._jax_state_synced = state, False

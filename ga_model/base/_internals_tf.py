@@ -57,8 +57,8 @@ def has_forward_derivatives(tensors: Sequence[Any]) -> bool:
 
 def has_second_derivatives(tensors: Sequence[Any]) -> bool:
     """Return whether several tapes, or a persistent one, watch the tensors."""
-    found = gradients_util.PossibleTapeGradientTypes(tensors)
-    return bool(found == gradients_util.POSSIBLE_GRADIENT_TYPES_HIGHER_ORDER)
+    kind = gradients_util.PossibleTapeGradientTypes(tensors)
+    return bool(kind == gradients_util.POSSIBLE_GRADIENT_TYPES_HIGHER_ORDER)
 
 
 def unseen_by_tapes() -> Any:
@@ -119,7 +119,7 @@ def seeing_operations(see: Callable[[str, Sequence[Any], Sequence[Any]], Any]) -
         see: takes the type of an operation and the lists of its input and output tensors; returns
             tensors to replace the outputs, or None.
     """
-    graph = graph_being_made()
+    observed = graph_being_made()
 
     def in_graph(
         name: str,
@@ -129,21 +129,21 @@ def seeing_operations(see: Callable[[str, Sequence[Any], Sequence[Any]], Any]) -
         op_name: Any = None,
         graph: Any = None,
     ) -> Any:
-        if graph is None or graph is not outermost:
+        if graph is None or graph is not observed:
             return outputs
-        others = see(name, inputs, outputs)
-        return outputs if others is None else others
+        replaced = see(name, inputs, outputs)
+        return outputs if replaced is None else replaced
 
-    outermost, now, fast = graph, execute.execute, pywrap_tfe.TFE_Py_FastPathExecute
+    slow_path, fast_path = execute.execute, pywrap_tfe.TFE_Py_FastPathExecute
     op_callbacks.add_op_callback(in_graph)
-    if graph is None:
+    if observed is None:
         execute.execute = _seen_by(see)
         pywrap_tfe.TFE_Py_FastPathExecute = _no_fast_path  # falls back to `execute.execute`
     try:
         yield
     finally:
         op_callbacks.remove_op_callback(in_graph)
-        execute.execute, pywrap_tfe.TFE_Py_FastPathExecute = now, fast
+        execute.execute, pywrap_tfe.TFE_Py_FastPathExecute = slow_path, fast_path
 
 
 def _no_fast_path(*_: Any, **__: Any) -> Any:
@@ -151,22 +151,22 @@ def _no_fast_path(*_: Any, **__: Any) -> Any:
 
 
 def _seen_by(see: Callable[[str, Sequence[Any], Sequence[Any]], Any]) -> Callable[..., Any]:
-    is_looking = False
+    is_observing = False
 
     def run(
         op_name: Any, num_outputs: int, inputs: Any, attrs: Any, ctx: Any, name: Any = None
     ) -> Any:  # TensorFlow passes some of these by name
-        nonlocal is_looking
+        nonlocal is_observing
         outputs = execute.quick_execute(op_name, num_outputs, inputs, attrs, ctx, name)
-        if is_looking:
+        if is_observing:
             return outputs
-        is_looking = True
+        is_observing = True
         try:
             name = op_name.decode() if isinstance(op_name, bytes) else op_name
-            others = see(name, inputs, outputs)
+            replaced = see(name, inputs, outputs)
         finally:
-            is_looking = False
-        return outputs if others is None else others
+            is_observing = False
+        return outputs if replaced is None else replaced
 
     return run
 

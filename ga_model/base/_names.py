@@ -35,16 +35,16 @@ def answering(function: _Function) -> _Function:
     """Make a function reject wrong argument names and extra positional ones with the right name."""
     parameters = inspect.signature(function).parameters
     keywords = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
-    most = len(parameters) - len(keywords)
+    num_positional = len(parameters) - len(keywords)
     name = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         check_names(name, kwargs, parameters)
-        if len(args) > most:
-            is_window = "accumulation_steps" not in keywords  # a `GradientAccumulator`
-            message = _no_count_message if is_window else _positional_message
-            raise TypeError(message(name, args[most], keywords))
+        if len(args) > num_positional:
+            is_accumulator = "accumulation_steps" not in keywords
+            message = _no_count_message if is_accumulator else _positional_message
+            raise TypeError(message(name, args[num_positional], keywords))
         return function(*args, **kwargs)
 
     return checked  # type: ignore[return-value]
@@ -54,8 +54,8 @@ def showing(shown: Callable[..., Any]) -> Callable[[_Function], _Function]:
     """Give a method that forwards `*args` the signature of `shown`, plus its own keywords."""
 
     def decorated(function: _Function) -> _Function:
-        own = inspect.signature(function).parameters.values()
-        keywords = [parameter for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
+        own_parameters = inspect.signature(function).parameters.values()
+        keywords = [p for p in own_parameters if p.kind is p.KEYWORD_ONLY]
         signature = inspect.signature(shown)
         parameters = [*signature.parameters.values(), *keywords]
         function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -94,9 +94,9 @@ def _unknown_message(function: str, name: str, value: Any, known: list[str]) -> 
     if not known or (is_count and "accumulation_steps" not in known):
         return _no_count_message(function, value, known, name)
     if name in _OF_FIT:
-        other = " `microbatch_size` is how many of its samples are in the model at a time."
-        other = other if name == "batch_size" else ""
-        return f"`{name}` belongs to `fit`. Received: {function}({name}={value!r}).{other}"
+        hint = " `microbatch_size` is how many of its samples are in the model at a time."
+        hint = hint if name == "batch_size" else ""
+        return f"`{name}` belongs to `fit`. Received: {function}({name}={value!r}).{hint}"
     right = _RIGHT_NAMES.get(name)
     if right not in known:
         right = next(iter(difflib.get_close_matches(name, known, 1)), None)
@@ -115,12 +115,12 @@ def _positional_message(function: str, value: Any, keywords: list[str]) -> str:
 
 def _no_count_message(function: str, value: Any, known: list[str], name: str = "") -> str:
     received = f"{name}={value!r}" if name else repr(value)
-    often = f"{value} `add`s" if isinstance(value, int) else "window"
-    others = f" Its arguments are {known}." if known else ""
+    interval = f"{value} `add`s" if isinstance(value, int) else "window"
+    arguments = f" Its arguments are {known}." if known else ""
     return (
         f"`{function}` does not count microbatches: each window ends where you call "
         f"`apply(optimizer)`. Received: {received}. Remove the argument, and call "
-        f"`apply(optimizer)` after every {often}.{others}"
+        f"`apply(optimizer)` after every {interval}.{arguments}"
     )
 
 

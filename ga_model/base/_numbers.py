@@ -119,10 +119,10 @@ if keras.backend.backend() == "tensorflow":
         return tf.raw_ops.Slice(input=tensor, begin=begin, size=size)
 
     @functools.lru_cache(maxsize=1024)
-    def _filled(first: int, others: int, rank: int) -> Any:
-        """Return a vector of `rank` entries: `first`, followed by copies of `others`."""
+    def _filled(first: int, rest: int, rank: int) -> Any:
+        """Return a vector of `rank` entries: `first`, followed by copies of `rest`."""
         with tf.device("CPU"):
-            return tf.constant([first, *[others] * (rank - 1)])
+            return tf.constant([first, *[rest] * (rank - 1)])
 
     def where(condition: Any, first: Any, second: Any) -> Any:
         """Return one of two values in their dtype, which `keras.ops.where` may change."""
@@ -152,10 +152,10 @@ if keras.backend.backend() == "tensorflow":
             return total
         if not skips_by_one.get():
             return total * like(total, shrink)
-        other, same = tf.raw_ops.Switch(data=total, pred=tf.equal(shrink, 1.0))
-        found = tf.raw_ops.Merge(inputs=[other * like(other, shrink), same])[0]
-        found.set_shape(total.shape)
-        return found
+        unequal, equal = tf.raw_ops.Switch(data=total, pred=tf.equal(shrink, 1.0))
+        result = tf.raw_ops.Merge(inputs=[unequal * like(unequal, shrink), equal])[0]
+        result.set_shape(total.shape)
+        return result
 
     # Whether the graph that is traced runs on a CPU without XLA. There, a condition waits for
     # nothing, and reading an array costs most; XLA fuses the multiplication with the addition.

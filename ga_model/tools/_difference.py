@@ -22,14 +22,14 @@ def relative_differences(*values: Sequence[Any]) -> list[float]:
     Args:
         *values: lists of arrays: variables after training, at the start, and of the reference.
     """
-    return [_relative_difference(*of_variable) for of_variable in zip(*values)]
+    return [_relative_difference(*arrays) for arrays in zip(*values)]
 
 
 def _relative_difference(value: Any, start: Any, reference: Any, reference_start: Any) -> float:
-    of_reference = change(reference, reference_start)
+    reference_change = change(reference, reference_start)
     with np.errstate(all="ignore"):
-        error = np.linalg.norm(change(value, start) - of_reference)
-        size = np.linalg.norm(of_reference)
+        error = np.linalg.norm(change(value, start) - reference_change)
+        size = np.linalg.norm(reference_change)
     if not error:
         return 0.0
     return float(error / size) if size else math.inf

@@ -97,7 +97,7 @@ def _left_of_groups(root: Path, parts: list[str], limit: str, used: str, files: 
     for depth in range(len(parts) + 1):
         folder = root.joinpath(*parts[:depth])
         with contextlib.suppress(OSError, ValueError):  # "max" means no limit
-            most, now = (int((folder / name).read_text()) for name in (limit, used))
+            maximum, current = (int((folder / name).read_text()) for name in (limit, used))
             pairs = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
-            left.append(most - now + int(dict(pairs).get(files, 0)))
+            left.append(maximum - current + int(dict(pairs).get(files, 0)))
     return left

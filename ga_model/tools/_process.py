@@ -99,15 +99,15 @@ def _work(sender: Connection, messages: Path, function: Callable[..., Any], args
 def start_tensorflow() -> None:
     """Import TensorFlow and list devices. Show TensorFlow's messages only if that fails."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # inherited by all processes
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as messages:
         try:
-            with errors_to(said):
+            with errors_to(messages):
                 import tensorflow as tf
 
                 tf.config.list_physical_devices()
         except BaseException:
-            said.seek(0)
-            shutil.copyfileobj(said, sys.stderr.buffer)
+            messages.seek(0)
+            shutil.copyfileobj(messages, sys.stderr.buffer)
             raise
 
 
