@@ -108,22 +108,22 @@ def check_equivalence(
 
 def compare(model: Any, plan: Plan) -> EquivalenceReport:
     """Train a model by a plan, compare, and restore it: see `check_equivalence`."""
-    said: list[str] = []  # warnings of accumulation, which go into the report
+    reported: list[str] = []  # warnings of accumulation, which go into the report
     with (
-        _other_warnings_than(said),
-        _left_as_it_was(model, plan),
+        _warnings_except(reported),
+        _as_plain_keras_model(model, plan),
         shared_randomness(model) as randomness,
     ):
         state = _State(model)
         try:
-            return _compared(model, plan, state, randomness, said)
+            return _train_and_compare(model, plan, state, randomness, reported)
         finally:
             state.restore()
 
 
 @contextlib.contextmanager
-def _other_warnings_than(said: list[str]) -> Iterator[None]:
-    """Give the warnings of a block after it, each once, without those in `said` by then."""
+def _warnings_except(reported: list[str]) -> Iterator[None]:
+    """Give the warnings of a block after it, each once, except those in `reported` by then."""
     caught: list[warnings.WarningMessage] = []
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -131,32 +131,32 @@ def _other_warnings_than(said: list[str]) -> Iterator[None]:
             yield
     finally:
         for text, warning in {str(w.message): w for w in caught}.items():
-            if text not in said:
+            if text not in reported:
                 warnings.warn_explicit(
                     warning.message, warning.category, warning.filename, warning.lineno
                 )
 
 
-def _compared(
-    model: Any, plan: Plan, state: _State, randomness: Randomness, said: list[str]
+def _train_and_compare(
+    model: Any, plan: Plan, state: _State, randomness: Randomness, reported: list[str]
 ) -> EquivalenceReport:
-    drawn = _num_drawn()
+    seed_before = _seed_state()
     _fit(model, plan, plan.window_rows)
-    if _num_drawn() != drawn:
+    if _seed_state() != seed_before:
         randomness.left.append(model.name)
-    whole, start = state.read(), state.values
+    full, start = state.read(), state.values
     state.restore()
     _add_rounding_errors(model)
-    rounded = state.read()
+    perturbed = state.read()
     _fit(model, plan, plan.window_rows)
-    rounding = relative_differences(state.read(), rounded, whole, start)
+    roundings = relative_differences(state.read(), perturbed, full, start)
     state.restore()
     accumulate(model, **dataclasses.asdict(plan.settings))
     _fit(model, plan, plan.batch_size)
-    differences = relative_differences(state.read(), start, whole, start)
-    said += sorted(model._accumulation.warnings)
+    differences = relative_differences(state.read(), start, full, start)
+    reported += sorted(model._accumulation.warnings)
     weights = {id(v) for v in model.weights}
-    lowest = functools.reduce(_coarser, _compute_dtypes(model).values(), "float64")
+    coarsest = functools.reduce(_coarser, _compute_dtypes(model).values(), "float64")
     report = EquivalenceReport(
         batch_size=plan.batch_size,
         accumulation_steps=plan.settings.accumulation_steps,
@@ -167,26 +167,26 @@ def _compared(
         variables=[
             VariableDifference(
                 path=path,
-                dtype=_coarser(str(variable.dtype), lowest),
+                dtype=_coarser(str(variable.dtype), coarsest),
                 size=math.prod(variable.shape),
                 is_moved_weight=id(variable) in weights and bool(np.any(value != before)),
                 difference=difference,
-                rounding=by_rounding,
+                rounding=rounding,
             )
-            for (path, variable), value, before, difference, by_rounding in zip(
-                state.compared, whole, start, differences, rounding
+            for (path, variable), value, before, difference, rounding in zip(
+                state.compared, full, start, differences, roundings
             )
         ],
-        is_finite=all(np.isfinite(change(*pair)).all() for pair in zip(whole, start)),
+        is_finite=all(np.isfinite(change(*pair)).all() for pair in zip(full, start)),
         random_layers=randomness,
-        reasons=list(said),
+        reasons=list(reported),
     )
     if report.equivalent:
         return report
     return report._replace(reasons=_diagnosis.reasons(model, report))
 
 
-def _num_drawn() -> Any:
+def _seed_state() -> Any:
     """Return a value that changes whenever `keras.random` draws without a seed."""
     seed = global_seed()
     return None if seed is None else _value_of(seed.state).tolist()
@@ -218,19 +218,19 @@ class _State:
         self.compared = list(compared.values())
         self.values = self.read()
         others = [v for v in (*model.variables, *model.metrics_variables) if id(v) not in compared]
-        self._begin = [(v, value) for (_, v), value in zip(self.compared, self.values)]
-        self._begin += [(v, _value_of(v)) for v in unique(others)]
+        self._start = [(v, value) for (_, v), value in zip(self.compared, self.values)]
+        self._start += [(v, _value_of(v)) for v in unique(others)]
         if keras.backend.backend() == "tensorflow":
             from ga_model.backends.tensorflow.state import other_variables
 
-            self._other_variables = other_variables([v for v, _ in self._begin])
+            self._other_variables = other_variables([v for v, _ in self._start])
         self._python = Attributes([*layers_in(model), *others_of_user(model)], has_arrays=True)
 
     def read(self) -> list[Any]:
         return [_value_of(v) for _, v in self.compared]
 
     def restore(self) -> None:
-        for variable, value in self._begin:
+        for variable, value in self._start:
             variable.assign(value)
         if keras.backend.backend() == "tensorflow":
             self._other_variables.put_back()
@@ -246,7 +246,7 @@ def _path(optimizer: Any, variable: Any) -> str:
 
 
 @contextlib.contextmanager
-def _left_as_it_was(model: Any, plan: Plan) -> Iterator[None]:
+def _as_plain_keras_model(model: Any, plan: Plan) -> Iterator[None]:
     """Build a model and make it a plain Keras model for a block; then undo all but the build."""
     attributes, model_class = vars(model), type(model)
     kept = {name: attributes.pop(name) for name in _OF_TRAINING if name in attributes}

@@ -21,7 +21,7 @@ _MARGIN = 10.0
 _MOST = {"float64": 1e-2, "float32": 1e-2, "float16": 0.1, "bfloat16": 0.1}
 
 # For a verdict, the share of entries that must be comparable, among weights that training moves.
-_SHARE_TOLD = 0.9
+_COMPARABLE_SHARE = 0.9
 
 
 class VariableDifference(NamedTuple):
@@ -118,11 +118,11 @@ class EquivalenceReport(NamedTuple):
         if any(v.is_told and not v.is_equal for v in self.variables):
             return "undecided" if self.random_layers.left else "different"
         moved = [v for v in self.variables if v.is_moved_weight]
-        told = [v for v in moved if v.is_told]
-        is_told = 2 * len(told) >= len(moved) and (
-            sum(v.size for v in told) >= _SHARE_TOLD * sum(v.size for v in moved)
+        comparable = [v for v in moved if v.is_told]
+        is_conclusive = 2 * len(comparable) >= len(moved) and (
+            sum(v.size for v in comparable) >= _COMPARABLE_SHARE * sum(v.size for v in moved)
         )
-        return "equivalent" if moved and is_told else "undecided"
+        return "equivalent" if moved and is_conclusive else "undecided"
 
     @property
     def equivalent(self) -> bool:
@@ -204,17 +204,17 @@ class EquivalenceReport(NamedTuple):
             settings += f", loss_over={self.loss_over!r}"
         number = "1 update" if self.updates == 1 else f"{self.updates} updates"
         worst = next((v for v in self.worst if v.is_told), None)
-        found = (
+        finding = (
             "the check cannot tell whether the weights equal those of the full batch in plain Keras"
         )
         if self.verdict != "undecided" and worst is not None:
             equal = "equal" if self.equivalent else "differ from"
-            found = (
+            finding = (
                 f"the weights {equal} those of the full batch in plain Keras. The largest relative "
                 f"difference is {worst.difference:.1e} (1 = as large as the whole change of the "
                 f"weights), in {worst.path}, where up to {worst.tolerance:.1e} counts as equal"
             )
-        return f"{self.verdict.capitalize()}: after {number} with {settings}, {found}."
+        return f"{self.verdict.capitalize()}: after {number} with {settings}, {finding}."
 
     def _rows(self) -> list[list[str]]:
         rows = []
@@ -227,8 +227,8 @@ class EquivalenceReport(NamedTuple):
     def _table(self) -> str:
         rows = self._rows()
         table = text_table(_HEADER, rows)
-        if others := len(self.variables) - len(rows):
-            table += f"\n... and {others} more variable{'' if others == 1 else 's'}"
+        if num_more := len(self.variables) - len(rows):
+            table += f"\n... and {num_more} more variable{'' if num_more == 1 else 's'}"
         return f"{table}\n{_SCALE}"
 
     def _remarks(self) -> list[str]:
@@ -250,10 +250,10 @@ class EquivalenceReport(NamedTuple):
                 "For the comparison, these layers ran without their random numbers, as in "
                 f"inference: {_list(off)}."
             )
-        untold = [v for v in self.variables if not v.is_told]
-        if untold and self.is_finite:
+        num_hidden = sum(not v.is_told for v in self.variables)
+        if num_hidden and self.is_finite:
             remarks.append(
-                f"{len(untold)} of {len(self.variables)} variables cannot be compared: rounding "
+                f"{num_hidden} of {len(self.variables)} variables cannot be compared: rounding "
                 "alone changes them about as much as training does, for example because their "
                 "exact gradient is zero."
             )

@@ -67,10 +67,10 @@ def _with_one_mask(layer: Any, seed: int) -> Callable[..., Any]:
     def call(inputs: Any, training: bool = False) -> Any:
         if not training:
             return inputs
-        given = (layer.noise_shape or (None,) * len(inputs.shape))[1:]
-        sizes = [1, *(a if b is None else b for a, b in zip(inputs.shape[1:], given))]
+        shape = (1, *(layer.noise_shape or (None,) * len(inputs.shape))[1:])
+        sizes = [1, *(a if b is None else b for a, b in zip(inputs.shape[1:], shape[1:]))]
         if None in sizes:
-            return keras.random.dropout(inputs, layer.rate, noise_shape=(1, *given), seed=seed)
+            return keras.random.dropout(inputs, layer.rate, noise_shape=shape, seed=seed)
         # By NumPy: XLA draws other numbers from the same seed, and split steps are partly compiled.
         is_kept = np.random.default_rng(seed).random(sizes) >= layer.rate
         return inputs * ops.cast(is_kept / max(1.0 - layer.rate, 1e-7), inputs.dtype)
