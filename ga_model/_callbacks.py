@@ -95,13 +95,13 @@ def run_fit(model: Any, fit: Callable[..., Any], args: Any, kwargs: dict[str, An
     positional = [name for name, p in parameters.items() if p.kind in kinds]
     position = positional.index("callbacks") if "callbacks" in positional else len(args)
     is_keras_own = getattr(fit, "__func__", None) is keras.Model.fit
-    has_none = position >= len(args) and "callbacks" not in kwargs
-    if has_none and model._accumulation.is_plain() and not is_keras_own:
+    has_no_callbacks = position >= len(args) and "callbacks" not in kwargs
+    if has_no_callbacks and model._accumulation.is_plain() and not is_keras_own:
         return fit(*args, **kwargs)  # a custom `fit` may add its own callbacks if none are passed
-    given = args[position] if position < len(args) else kwargs.pop("callbacks", None)
+    user_callbacks = args[position] if position < len(args) else kwargs.pop("callbacks", None)
     default = parameters["verbose"].default if "verbose" in parameters else 1
     verbose = {"verbose": default, **dict(zip(positional, args)), **kwargs}["verbose"]
-    with closing_windows(model, given, verbose not in (0, False)) as callbacks:
+    with closing_windows(model, user_callbacks, verbose not in (0, False)) as callbacks:
         if position < len(args):
             args = (*args[:position], callbacks, *args[position + 1 :])
         else:
@@ -187,7 +187,7 @@ class AccumulationScheduler(keras.callbacks.Callback):
         self._schedule = schedule
         self._steps_at = _validate.check_schedule(schedule)
         # The largest value, as far as it is known: a function is not called yet.
-        self._most = max(schedule.values()) if isinstance(schedule, Mapping) else 1
+        self._max_steps = max(schedule.values()) if isinstance(schedule, Mapping) else 1
         self._by_update = _validate.check_choice("by", by, ["epoch", "update"]) == "update"
         self._log = _validate.check_bool("log", log)
         self._num_updates: int | None = None  # at which the schedule was last read
@@ -198,7 +198,7 @@ class AccumulationScheduler(keras.callbacks.Callback):
 
     def set_model(self, model: Any) -> None:
         _validate.check_accumulates("AccumulationScheduler", model)
-        _validate.check_single_accumulation(optimizers_in(vars(model)), self._most)
+        _validate.check_single_accumulation(optimizers_in(vars(model)), self._max_steps)
         super().set_model(model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -108,8 +108,8 @@ class AccumulatingModel(ModelSettings, _Base):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         mro, mixin = cls.__mro__, AccumulatingModel
-        others = [base for base in cls.__bases__ if base is not object]
-        if _Trainer not in mro and not all(issubclass(base, mixin) for base in others):
+        bases = [base for base in cls.__bases__ if base is not object]
+        if _Trainer not in mro and not all(issubclass(base, mixin) for base in bases):
             raise TypeError(_no_keras_model_message(cls.__name__))
         if _Trainer in mro and mro.index(_Trainer) < mro.index(mixin):
             raise TypeError(_wrong_side_message(cls.__name__))
@@ -129,8 +129,8 @@ class AccumulatingModel(ModelSettings, _Base):
         # Keras calls `__new__` of every base when it turns a subclass into a functional model.
         if not issubclass(cls, _Trainer) and not cls.__subclasses__():
             raise TypeError(_no_keras_model_message(cls.__name__))
-        made: Self = super().__new__(cls, *args, **kwargs)
-        return made
+        instance: Self = super().__new__(cls, *args, **kwargs)
+        return instance
 
     # Called by users.
 
@@ -171,21 +171,21 @@ class AccumulatingModel(ModelSettings, _Base):
                 well, or `skip_nonfinite` would hide overflows from a LossScaleOptimizer.
             ValueError: `jit_compile=True` on the PyTorch backend.
         """
-        given = passed(
+        changes = passed(
             accumulation_steps=accumulation_steps,
             microbatch_size=microbatch_size,
             skip_nonfinite=skip_nonfinite,
             loss_over=loss_over,
             verify=verify,
         )
-        settings = dataclasses.replace(self._accumulation.settings, **given)
+        settings = dataclasses.replace(self._accumulation.settings, **changes)
         check_names_for("compile", super().compile, kwargs, NAMES)
         self._check_compile_arguments(kwargs)
         is_half = self.dtype_policy.name == "mixed_float16"
         adds_scaling = is_half and kwargs.get("auto_scale_loss", True)
         settings.check_with(optimizers_in([*args, *kwargs.values()]), adds_scaling)
         super().compile(*args, **kwargs)  # may set some of the settings itself
-        settings = dataclasses.replace(self._accumulation.settings, **given)
+        settings = dataclasses.replace(self._accumulation.settings, **changes)
         self._accumulation = Driver(self, settings, Backend(self))
 
     def describe_accumulation(self, batch_size: int | None = None) -> str:

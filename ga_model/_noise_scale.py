@@ -240,8 +240,8 @@ class GradientNoiseScale(keras.callbacks.Callback):
                 f"scale. Received: {len(scales)} optimizers. "
                 f"Use `noise_scales[name]`, with one of {list(scales)}."
             )
-        nothing = NoiseScale(Averages(), self._decay, self._unit)
-        return next(iter(scales.values()), nothing)
+        empty = NoiseScale(Averages(), self._decay, self._unit)
+        return next(iter(scales.values()), empty)
 
 
 def _name_of(optimizer: Any, model: Any) -> str:

@@ -89,5 +89,5 @@ NAMES = tuple(_DEFAULTS)
 
 def passed(**arguments: Any) -> dict[str, Any]:
     """Return the arguments that were passed, with the default in place of None."""
-    given = {name: value for name, value in arguments.items() if value is not UNCHANGED}
-    return {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
+    changes = {name: value for name, value in arguments.items() if value is not UNCHANGED}
+    return {name: _DEFAULTS[name] if value is None else value for name, value in changes.items()}

@@ -66,19 +66,19 @@ def accumulate(
     ```
     """
     check_model(model)
-    given = passed(
+    settings = passed(
         accumulation_steps=accumulation_steps,
         microbatch_size=microbatch_size,
         skip_nonfinite=skip_nonfinite,
         loss_over=loss_over,
         verify=verify,
     )
-    Settings(**given).check_with(optimizers_in(vars(model)))
+    Settings(**settings).check_with(optimizers_in(vars(model)))
     if not isinstance(model, AccumulatingModel):
         wrapped = _wrapped_class(cast(Hashable, type(model)))
         object.__setattr__(model, "__class__", wrapped)
         model.train_function = None
-    model._accumulation.change(**given)
+    model._accumulation.change(**settings)
     return cast(AccumulatingModel, model)
 
 

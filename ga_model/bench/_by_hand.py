@@ -58,8 +58,8 @@ def _on_tensorflow(model: Any, num_microbatches: int) -> Any:
         return tracker.result()
 
     def update(x: Any, y: Any) -> Any:
-        found = gradients(x, y)
-        means = [(total + gradient) / num_microbatches for total, gradient in zip(sums, found)]
+        last = gradients(x, y)
+        means = [(total + gradient) / num_microbatches for total, gradient in zip(sums, last)]
         model.optimizer.apply(means, variables)
         for total in sums:
             total.assign(tf.zeros_like(total))

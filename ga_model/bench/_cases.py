@@ -71,10 +71,10 @@ def _transformer() -> Any:
     return keras.Model(tokens, layers.Dense(1000, "softmax")(layers.LayerNormalization()(h)))
 
 
-def _embedding(most: int, width: int) -> Any:
+def _embedding(vocabulary: int, width: int) -> Any:
     """Make a model with an embedding whose gradient is sparse: a batch uses few of its rows."""
     ids = keras.Input((32,), dtype="int32")
-    mean = layers.GlobalAveragePooling1D()(layers.Embedding(most, width)(ids))
+    mean = layers.GlobalAveragePooling1D()(layers.Embedding(vocabulary, width)(ids))
     return keras.Model(ids, layers.Dense(10, "softmax")(layers.Dense(64, "relu")(mean)))
 
 
@@ -97,13 +97,13 @@ def trained_cases(sizes: Sizes) -> tuple[Case, ...]:
     """Return small versions of models that people train, in the order of `TRAINED_NAMES`."""
     from_logits = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     side = 4 * max(sizes.width // 16, 2)
-    length, most = sizes.length, sizes.vocabulary
-    texts = random_data(length, below=most, targets=(length,), classes=most)
-    pairs = random_data(2, max(length // 4, 1), below=most)
+    length, vocabulary = sizes.length, sizes.vocabulary
+    texts = random_data(length, below=vocabulary, targets=(length,), classes=vocabulary)
+    pairs = random_data(2, max(length // 4, 1), below=vocabulary)
     adamw = functools.partial(keras.optimizers.AdamW, 1e-4)
-    sentences = _as_tokens(random_data(length, below=most, classes=3), has_segments=True)
-    bert = functools.partial(_of_texts, "Bert", "TextClassifier", sizes, num_classes=3)
-    gpt2 = functools.partial(_of_texts, "GPT2", "CausalLM", sizes)
+    sentences = _as_tokens(random_data(length, below=vocabulary, classes=3), has_segments=True)
+    bert = functools.partial(_text_model, "Bert", "TextClassifier", sizes, num_classes=3)
+    gpt2 = functools.partial(_text_model, "GPT2", "CausalLM", sizes)
     return (
         Case(bert, adamw, sentences, 4, from_logits),
         Case(gpt2, adamw, _as_tokens(texts), 2, from_logits),
@@ -118,7 +118,7 @@ def _keras_hub() -> Any:
     return importlib.import_module("keras_hub").models
 
 
-def _of_texts(kind: str, task: str, sizes: Sizes, lora_rank: int = 0, **arguments: Any) -> Any:
+def _text_model(kind: str, task: str, sizes: Sizes, lora_rank: int = 0, **arguments: Any) -> Any:
     """Make a text model of KerasHub, such as "GPT2" for the task "CausalLM"."""
     backbone = getattr(_keras_hub(), f"{kind}Backbone")(
         vocabulary_size=sizes.vocabulary,
@@ -185,8 +185,8 @@ def _two_towers(sizes: Sizes) -> Any:
 def _contrastive(y_true: Any, pair: Any) -> Any:
     """Return each query's cross-entropy of finding its document among those of the batch."""
     scores = ops.matmul(pair[:, 0], ops.transpose(pair[:, 1])) / 0.07
-    own = ops.arange(ops.shape(scores)[0])
-    return keras.losses.sparse_categorical_crossentropy(own, scores, from_logits=True)
+    labels = ops.arange(ops.shape(scores)[0])
+    return keras.losses.sparse_categorical_crossentropy(labels, scores, from_logits=True)
 
 
 def _as_tokens(data: Callable[[int], Any], has_segments: bool = False) -> Callable[[int], Any]:
@@ -202,7 +202,7 @@ def _as_tokens(data: Callable[[int], Any], has_segments: bool = False) -> Callab
 
 _SENTENCES = random_data(64, below=1000, targets=(64,), classes=1000)
 _SGD = keras.optimizers.SGD
-_MADE = (
+_CASES = (
     Case(_dense, keras.optimizers.Adam, random_data(1024), 16),
     Case(_convolutional, keras.optimizers.Adam, random_data(32, 32, 3), 8),
     Case(_transformer, keras.optimizers.AdamW, _SENTENCES, 4),
@@ -211,4 +211,4 @@ _MADE = (
     Case(_tiny, keras.optimizers.Adam, random_data(8), 8),
     *trained_cases(Sizes()),
 )
-CASES = dict(zip(NAMES, _MADE, strict=True))
+CASES = dict(zip(NAMES, _CASES, strict=True))

@@ -24,7 +24,7 @@ from ga_model.tools._memory import give_back_freed_memory, peak_memory, reset_pe
 from ga_model.tools._process import in_own_process, on_cpu, prepare
 
 _MOST_ROUNDS = 20
-_FEWEST = 4  # microbatches per setup and round
+_MIN_MICROBATCHES = 4  # microbatches per setup and round
 
 SMALL = "small batches"
 FULL = "full batch"
@@ -97,8 +97,8 @@ def measure(
         share = (end - time.monotonic()) / (len(pairs) - i)
         if share > 0:
             name = f"time: {model}{', XLA' if jit else ''}"
-            found = _run(name, measure_times, setups(model, jit, num_microbatches), share)
-            for setup, (first_call, per_sample) in found.items():
+            measured = _run(name, measure_times, setups(model, jit, num_microbatches), share)
+            for setup, (first_call, per_sample) in measured.items():
                 results[setup].seconds_of_first_call = first_call
                 results[setup].seconds_per_sample = per_sample
     return results
@@ -150,7 +150,7 @@ def measure_times(
     for _, setup in itertools.product(range(1 + _MOST_ROUNDS), trainings):
         if time.monotonic() >= end:
             break
-        microbatches = -(-_FEWEST // setup.microbatches) * setup.microbatches
+        microbatches = -(-_MIN_MICROBATCHES // setup.microbatches) * setup.microbatches
         seconds_taken = trainings[setup].run(microbatches)
         taken[setup][1].append(seconds_taken / (microbatches * CASES[setup.model].rows))
     if all(len(per_sample) > 1 for _, per_sample in taken.values()):

@@ -57,9 +57,9 @@ def time_ratio(results: Mapping[Setup, Result], setup: Setup, against: str = SMA
 def memory_ratio(results: Mapping[Setup, Result], setup: Setup) -> float | None:
     """Return the peak memory relative to the full batch, or None if it was not measured."""
     sizes = {s: result.bytes_of_peak_memory for s, result in results.items()}
-    of_full = [size for s, size in sizes.items() if s[:3] == (*setup[:2], FULL) and size]
+    full_sizes = [size for s, size in sizes.items() if s[:3] == (*setup[:2], FULL) and size]
     size = sizes[setup]
-    return size / of_full[0] if size is not None and of_full else None
+    return size / full_sizes[0] if size is not None and full_sizes else None
 
 
 def tables(results: Mapping[Setup, Result]) -> str:

@@ -56,9 +56,9 @@ def check(options: Namespace) -> int:
             f"--dtype {options.dtype}, and a model in {model.variable_dtype}. Let the script leave "
             "the dtype to Keras, or leave the option out."
         )
-    given = {name: value for name, value in vars(options).items() if name in NAMES and value}
+    settings = {name: value for name, value in vars(options).items() if name in NAMES and value}
     try:
-        plan = make_plan(model, data, options.batch_size, options.updates, **given)
+        plan = make_plan(model, data, options.batch_size, options.updates, **settings)
     except (TypeError, ValueError, RuntimeError) as error:
         raise CommandError(_in_options(str(error))) from None
     report = _compare.compare(model, plan)
@@ -71,8 +71,8 @@ def check(options: Namespace) -> int:
 def _in_options(message: str) -> str:
     """Replace the arguments of `check_equivalence` in a message by command-line options."""
 
-    def option(found: re.Match[str]) -> str:
-        name, value = f"--{found[1].replace('_', '-')}", found[2]
+    def option(match: re.Match[str]) -> str:
+        name, value = f"--{match[1].replace('_', '-')}", match[2]
         return f"no {name}" if value == "None" else name if value is None else f"{name} {value}"
 
     names = f"batch_size|{'|'.join(NAMES)}"

@@ -52,14 +52,14 @@ def _load_function(target: str) -> Callable[[], Any]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # where Keras and pickle look up its classes
     spec.loader.exec_module(module)
-    found = getattr(module, function, None)
-    if not callable(found):
+    member = getattr(module, function, None)
+    if not callable(member):
         raise CommandError(
             "The script must define the function. "
             f"Received: {name!r} without a function {function!r}. "
             "Define it without arguments; it returns a compiled model and data."
         )
-    return found  # type: ignore[no-any-return]
+    return member  # type: ignore[no-any-return]
 
 
 def _model_and_data(returned: Any) -> tuple[Any, tuple[Any, Any, Any]]:

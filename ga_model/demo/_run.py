@@ -44,9 +44,9 @@ def run_demo(settings: Settings, *, plot: Path | None) -> int:
     )
     results = []
     for number, run in enumerate(runs, start=1):
-        given = "".join(f", {name}={value}" for name, value in run.accumulate.items())
+        arguments = "".join(f", {name}={value}" for name, value in run.accumulate.items())
         place = f"\n[{number}/{len(runs)}]"
-        print(f"{place} {run.name}: batches of {run.batch_size}{given}", flush=True)
+        print(f"{place} {run.name}: batches of {run.batch_size}{arguments}", flush=True)
         results.append(train_in_own_process(run, settings))
     is_reproduced, verdict = _report.judge(results, settings.dtype)
     print(f"\n{_report.table(results)}\n\n{textwrap.fill(verdict, 100)}", flush=True)
