@@ -10,10 +10,10 @@ model.compile("adam", "mse")
 model.fit(x, y, batch_size=128)  # updates of 128 samples, 16 in memory at a time
 ```
 
-`AccumulatingModel` is the same as a mixin for your own model classes, `GradientAccumulator` is for
-your own training loops.
+`AccumulatingModel` is the mixin for your own model classes, `GradientAccumulator` is for your own
+training loops.
 
-Names are imported on first use, so `python -m ga_model --help` answers at once.
+Names are imported lazily, so `python -m ga_model --help` answers at once.
 """
 
 import importlib as _importlib

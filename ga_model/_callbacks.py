@@ -1,4 +1,4 @@
-"""Close the window at the end of an epoch, and change its size during training."""
+"""Callbacks that close the window at the end of an epoch, and change its size during training."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from ga_model.core.models import optimizers_in
 
 
 class CloseWindow(keras.callbacks.Callback):
-    """Starts `fit` with an empty window and leaves none open at an epoch's end.
+    """Callback that starts `fit` with an empty window and closes the window at each epoch's end.
 
     `AccumulatingModel.fit` puts it before all other callbacks, so that validation, checkpoints and
     everything else that reads the weights at the end of an epoch sees the epoch's last update.
-    Callbacks among `listeners` have their `on_update_end` called after updates.
+    After updates, it calls `on_update_end` of the callbacks in `listeners`.
     """
 
     def __init__(self, model: Any, listeners: Sequence[Any] = ()) -> None:
         super().__init__()
         self._accumulating = model
         self._listeners = listeners
-        self._num_updates = 0  # that listeners know
+        self._num_updates = 0  # as last reported to listeners
         self.has_begun = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._accumulating._accumulation.discard_window()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        # `BackupAndRestore` may have set the first epoch.
+        # The first epoch may not be 0: `BackupAndRestore` resumes at a later one.
         backend = self._accumulating._accumulation.backend
         backend.begin_epoch(epoch, is_first=not self.has_begun)
         self.has_begun = True
@@ -55,7 +55,7 @@ class CloseWindow(keras.callbacks.Callback):
         self.notify_listeners(logs)
 
     def notify_listeners(self, logs: Any) -> None:
-        """Call the `on_update_end` of listeners, if there was an update since the last time."""
+        """Call `on_update_end` of the listeners if there was an update since the last call."""
         if self._listeners and (number := count_updates(self._accumulating)) != self._num_updates:
             self._num_updates = number
             for listener in self._listeners:
@@ -63,25 +63,25 @@ class CloseWindow(keras.callbacks.Callback):
 
 
 class _NotifyListeners(CloseWindow):
-    """With listeners. Separate, since Keras waits for each batch if a callback needs its result."""
+    """`CloseWindow` for listeners. If a callback defines this hook, Keras waits for each batch."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.notify_listeners(logs)
 
 
 def count_updates(model: Any) -> int:
-    """Return the updates of a model's optimizer so far; of several optimizers, the largest."""
+    """Return the number of updates so far; with several optimizers, the largest of theirs."""
     put_values_back(model)
     optimizers = model._accumulation.backend.optimizers()
-    numbers = [num_updates(optimizer) for optimizer in optimizers]  # variables, or arrays
+    numbers = [num_updates(optimizer) for optimizer in optimizers]  # variables or arrays
     return max((int(n.numpy() if hasattr(n, "numpy") else n) for n in numbers), default=0)
 
 
 def run_fit(model: Any, fit: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run the `fit` of a model's own class, and close windows at the end of epochs.
+    """Run the `fit` of the model's class with a callback that closes windows.
 
     Raises:
-        TypeError: `fit` takes no callbacks, which close windows, or a setting was passed to it.
+        TypeError: `fit` does not accept callbacks, or a setting of the model was passed to it.
     """
     parameters = inspect.signature(fit).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -95,13 +95,13 @@ def run_fit(model: Any, fit: Callable[..., Any], args: Any, kwargs: dict[str, An
     positional = [name for name, p in parameters.items() if p.kind in kinds]
     position = positional.index("callbacks") if "callbacks" in positional else len(args)
     is_keras_own = getattr(fit, "__func__", None) is keras.Model.fit
-    has_none = position >= len(args) and "callbacks" not in kwargs
-    if has_none and model._accumulation.is_plain() and not is_keras_own:
-        return fit(*args, **kwargs)  # which may have callbacks where none are given
-    given = args[position] if position < len(args) else kwargs.pop("callbacks", None)
+    has_no_callbacks = position >= len(args) and "callbacks" not in kwargs
+    if has_no_callbacks and model._accumulation.is_plain() and not is_keras_own:
+        return fit(*args, **kwargs)  # a custom `fit` may add its own callbacks if none are passed
+    user_callbacks = args[position] if position < len(args) else kwargs.pop("callbacks", None)
     default = parameters["verbose"].default if "verbose" in parameters else 1
     verbose = {"verbose": default, **dict(zip(positional, args)), **kwargs}["verbose"]
-    with closing_windows(model, given, verbose not in (0, False)) as callbacks:
+    with closing_windows(model, user_callbacks, verbose not in (0, False)) as callbacks:
         if position < len(args):
             args = (*args[:position], callbacks, *args[position + 1 :])
         else:
@@ -111,13 +111,13 @@ def run_fit(model: Any, fit: Callable[..., Any], args: Any, kwargs: dict[str, An
 
 @contextlib.contextmanager
 def closing_windows(model: Any, callbacks: Any, is_verbose: bool) -> Iterator[Any]:
-    """Yield the `callbacks` argument of `fit`, of any kind, with a `CloseWindow` in front.
+    """Yield the `callbacks` argument of `fit`, of any type, with a `CloseWindow` in front.
 
-    In the end, it is removed from a `CallbackList`. If `fit` fails or is interrupted, the open
-    window is forgotten.
+    Afterwards, remove it from a `CallbackList`. If `fit` fails or is interrupted, discard the open
+    window.
 
     Warns:
-        UserWarning: nothing has called the callbacks, and a window is open in the end.
+        UserWarning: `fit` ran no callbacks and left a window open.
     """
     is_list = isinstance(callbacks, keras.callbacks.CallbackList)
     listed = callbacks.callbacks if is_list else keras.tree.flatten(callbacks or [])
@@ -133,7 +133,7 @@ def closing_windows(model: Any, callbacks: Any, is_verbose: bool) -> Iterator[An
         yield callbacks
         if not (close_window.has_begun or model.has_updated):
             model._warn_once(_open_window_message(model.name))
-    except BaseException as error:  # KeyboardInterrupt, too, leaves nothing behind
+    except BaseException as error:  # KeyboardInterrupt, too
         model._accumulation.discard_window()
         model._accumulation.backend.explain(error)
         raise
@@ -144,22 +144,21 @@ def closing_windows(model: Any, callbacks: Any, is_verbose: bool) -> Iterator[An
 
 
 class AccumulationScheduler(keras.callbacks.Callback):
-    """Change `accumulation_steps` during training: by the epoch, or by the number of updates.
+    """Change `accumulation_steps` during training, by epoch or by number of updates.
 
     Use it to increase the batch size during training. A new value takes effect with the next
-    window, without retracing. The schedule counts the epochs of `fit`, or the updates that the
-    optimizer has made so far, `optimizer.iterations` (with several optimizers, the largest), so
-    training that is resumed from a backup or a saved model continues the schedule. By update, the
-    count is read before every batch; with `steps_per_execution` above 1, before every execution.
+    window, without retracing. The schedule counts the epochs of `fit`, or the updates of the
+    optimizer so far, `optimizer.iterations` (with several optimizers, the largest), so training
+    that is resumed from a backup or a saved model continues the schedule. By update, the count is
+    read before every batch; with `steps_per_execution` above 1, before every execution.
 
     Args:
-        schedule: the `accumulation_steps` of each epoch, or of each window: a dict that maps the
-            first epoch (or number of updates made so far), counted from 0, to an integer >= 1; 0
-            must be a key. Or a function that takes the epoch (or number of updates) and returns the
-            integer.
+        schedule: a dict that maps an epoch (or a number of updates so far), counted from 0, to the
+            `accumulation_steps` from there on, an integer >= 1; 0 must be a key. Or a function that
+            takes the epoch (or number of updates) and returns that integer.
         by: "epoch" or "update".
         log: whether to add `accumulation_steps`, as of the end of the epoch, and `num_updates`, the
-            updates of the optimizer so far, to the logs of every epoch. The `History` has them, and
+            updates of the optimizer so far, to the logs of every epoch, for the `History` and for
             callbacks that follow this one in the list, such as TensorBoard and CSVLogger.
 
     Raises:
@@ -187,10 +186,11 @@ class AccumulationScheduler(keras.callbacks.Callback):
         super().__init__()
         self._schedule = schedule
         self._steps_at = _validate.check_schedule(schedule)
-        self._most = max(schedule.values()) if isinstance(schedule, Mapping) else 1  # as yet known
+        # The largest value, as far as it is known: a function is not called yet.
+        self._max_steps = max(schedule.values()) if isinstance(schedule, Mapping) else 1
         self._by_update = _validate.check_choice("by", by, ["epoch", "update"]) == "update"
         self._log = _validate.check_bool("log", log)
-        self._num_updates: int | None = None  # those at which the schedule was asked last
+        self._num_updates: int | None = None  # at which the schedule was last read
 
     def __repr__(self) -> str:
         by = "update" if self._by_update else "epoch"
@@ -198,7 +198,7 @@ class AccumulationScheduler(keras.callbacks.Callback):
 
     def set_model(self, model: Any) -> None:
         _validate.check_accumulates("AccumulationScheduler", model)
-        _validate.check_single_accumulation(optimizers_in(vars(model)), self._most)
+        _validate.check_single_accumulation(optimizers_in(vars(model)), self._max_steps)
         super().set_model(model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -1,9 +1,7 @@
-"""Choose the engine for the backend of Keras, here and nowhere else.
-
-An engine has two classes:
+"""Choose the classes for the backend of Keras. No other module of the package chooses:
 
 * `Backend` runs the functions of the core for one compiled model.
-* `Hooks` has the methods of a model that Keras calls on that backend: the base of the mixin.
+* `Hooks`, a base of the mixin, defines the methods of a model that Keras calls on that backend.
 """
 
 from __future__ import annotations

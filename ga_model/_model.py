@@ -1,4 +1,4 @@
-"""The mixin that makes a Keras model accumulate gradients."""
+"""`AccumulatingModel`, the mixin that makes a Keras model accumulate gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ga_model.core.models import optimizers_in
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    # What the mixin's `super()` finds.
+    # What `super()` resolves to in the mixin.
 
     class _Base(Hooks, keras.Model): ...
 
@@ -30,16 +30,16 @@ else:
     _Base = Hooks
 
 
-# What makes a layer a model: `keras.Model` has its `train_step` from there. Keras's own tests mix
-# it with layers.
+# The base of `keras.Model` that defines `train_step`. Keras's own tests mix it with layers that are
+# not models.
 _Trainer = next(c for c in keras.Model.__mro__ if "train_step" in vars(c))
 
 _keeping_metrics = MethodPatch("reset_metrics", lambda _, reset: lambda: None)
 
 
 def _accumulated(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a `train_step` run by microbatches, unless it runs in such a one, as that of a base."""
-    train_step = getattr(train_step, "python_function", train_step)  # of a `tf.function`
+    """Make a `train_step` accumulate, unless another one calls it, for example by `super()`."""
+    train_step = getattr(train_step, "python_function", train_step)  # unwrap a `tf.function`
 
     @functools.wraps(train_step)
     def accumulated(self: Any, *args: Any) -> Any:
@@ -51,40 +51,39 @@ def _accumulated(train_step: Callable[..., Any]) -> Callable[..., Any]:
 class AccumulatingModel(ModelSettings, _Base):
     """Mixin for Keras models: train with the updates of a full batch in the memory of a small one.
 
-    List it first among the bases of your class. Its settings are arguments of `compile`; nothing
-    else changes. With `microbatch_size=N`, every batch of `fit` goes through the model N samples at
-    a time. With `accumulation_steps=K`, K batches make one update. In both cases, the gradients of
-    a *window* of microbatches are summed, each weighted by what its loss averages over, and the
-    optimizer is applied once to their mean. Weights and optimizer state are then those of plain
-    Keras on the full batch: learning-rate schedules, weight decay, clipping, constraints and moving
-    averages count updates. With both settings, a window is K batches, each of them split.
+    List it first among the bases of your class, and pass its settings to `compile`; nothing else
+    changes. `microbatch_size=N` splits each batch of `fit` into microbatches of N samples.
+    `accumulation_steps=K` makes one update from K batches. Either way, the gradients of a *window*
+    of microbatches are summed, each weighted by what its loss averages over, and the optimizer is
+    applied once to their mean. Weights and optimizer state are then those of plain Keras on the
+    full batch, and learning-rate schedules, weight decay, clipping, constraints and moving averages
+    count updates. With both settings, a window is K batches, each of them split.
 
     With `microbatch_size`, logs and metrics are those of the full batch, too. A custom `train_step`
-    then runs once, on the full batch, and only its calls of layers are split into microbatches.
-    This is exact for any loss and any order of updates, and costs one more forward pass. See
-    `loss_over`.
+    runs once, on the full batch, and only its calls of layers are split into microbatches. This is
+    exact for any loss and any order of updates, and costs one more forward pass. See `loss_over`.
 
     With `accumulation_steps`, a window also closes at the end of the epoch, full or not: before
     validation, and before any callback's `on_epoch_end`. `fit` starts with an empty window. In a
     loop over `train_on_batch`, call `close_window` at the end of each epoch.
 
-    What differs from the full batch: BatchNormalization in training mode normalizes each microbatch
-    by itself (its running averages are those of the full batch), and dropout draws other masks.
-    With `accumulation_steps` also: losses that compare samples see one batch at a time; a
-    `train_step` with several optimizers takes all gradients at the weights the window started with;
-    and what it does to gradients, such as clipping, it does once per batch. Put code that must run
-    once per update into `on_update`.
+    Two things differ from the full batch: BatchNormalization in training mode normalizes each
+    microbatch separately (its running averages are those of the full batch), and dropout draws
+    other masks. With `accumulation_steps`, also: a loss that compares samples sees one batch at a
+    time; a `train_step` with several optimizers takes all gradients at the weights the window
+    started with, and processes gradients, for example clips them, once per batch. Put code that
+    must run once per update into `on_update`.
 
     Three more settings: `loss_over` chooses whether the loss of a split batch is added up from its
-    microbatches, or sees all samples at once. `skip_nonfinite=True` skips microbatches with NaN or
-    Inf in a gradient; `num_skipped_microbatches` counts them. `verify=False` leaves out the trial
-    of code of your own on the first batch.
+    microbatches or sees all samples at once. `skip_nonfinite=True` skips microbatches with NaN or
+    Inf in a gradient, and `num_skipped_microbatches` counts them. `verify=False` skips the trial of
+    your own code on the first batch.
 
     Under `tf.distribute.MirroredStrategy` and `MultiWorkerMirroredStrategy`, a window covers all
-    replicas, which exchange gradients at the update only. `microbatch_size` counts the samples of
+    replicas, which exchange gradients only at the update. `microbatch_size` counts the samples of
     one replica. Create and compile the model in the strategy's scope.
 
-    With all settings at their defaults, training is plain Keras.
+    With default settings, training is bit-identical to plain Keras.
 
     Example:
 
@@ -109,8 +108,8 @@ class AccumulatingModel(ModelSettings, _Base):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         mro, mixin = cls.__mro__, AccumulatingModel
-        others = [base for base in cls.__bases__ if base is not object]
-        if _Trainer not in mro and not all(issubclass(base, mixin) for base in others):
+        bases = [base for base in cls.__bases__ if base is not object]
+        if _Trainer not in mro and not all(issubclass(base, mixin) for base in bases):
             raise TypeError(_no_keras_model_message(cls.__name__))
         if _Trainer in mro and mro.index(_Trainer) < mro.index(mixin):
             raise TypeError(_wrong_side_message(cls.__name__))
@@ -121,19 +120,19 @@ class AccumulatingModel(ModelSettings, _Base):
         if owner is cls or not issubclass(owner, mixin):
             wrapped = _accumulated(vars(owner)["train_step"])
             cls.train_step = wrapped  # type: ignore[method-assign]
-        # The user's own definition has priority, even behind the mixin.
+        # A definition by the user takes precedence, even from a base listed after the mixin.
         for name in ("microbatch_weight", "on_update"):
             if owners := [c for c in mro if c is not mixin and name in vars(c)]:
                 setattr(cls, name, vars(owners[0])[name])
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        # Keras calls `__new__` of every base when it makes a functional model of a subclass.
+        # Keras calls `__new__` of every base when it turns a subclass into a functional model.
         if not issubclass(cls, _Trainer) and not cls.__subclasses__():
             raise TypeError(_no_keras_model_message(cls.__name__))
-        made: Self = super().__new__(cls, *args, **kwargs)
-        return made
+        instance: Self = super().__new__(cls, *args, **kwargs)
+        return instance
 
-    # What users call.
+    # Called by users.
 
     @showing(keras.Model.compile)
     def compile(
@@ -148,52 +147,52 @@ class AccumulatingModel(ModelSettings, _Base):
     ) -> None:
         """Configure the model for training, as `keras.Model.compile` does.
 
-        Settings that are not passed stay as they are; None switches a setting off.
+        A setting that is not passed keeps its value; None resets it to the default.
 
         Args:
             *args: positional arguments of the model class's own `compile`.
             accumulation_steps: batches per window, an integer >= 1. None is 1.
             microbatch_size: samples per microbatch, an integer >= 1; the last microbatch of a batch
-                may be smaller. Or "auto": the largest size that fits in memory, within a tenth, is
-                found before the first batch, and halved if it no longer fits. None keeps batches
-                whole.
-            skip_nonfinite: whether microbatches with NaN or Inf in a gradient are skipped. None is
+                may be smaller. Or "auto": search for the largest size that fits in memory, to
+                within a tenth, before the first batch, and halve it if it no longer fits. None
+                does not split batches.
+            skip_nonfinite: whether to skip microbatches with NaN or Inf in a gradient. None is
                 False.
             loss_over: "auto", "microbatch" or "batch": whether the loss of a split batch is added
-                up from its microbatches, or sees the full batch, which costs a second forward pass.
+                up from its microbatches or sees the full batch, which costs a second forward pass.
                 None is "auto".
-            verify: whether steps, losses, layers and metrics of your own are tried on the first
-                batch, at once and in microbatches, before they train. None is True.
+            verify: whether to try your own steps, losses, layers and metrics on the first batch,
+                at once and in microbatches, before they train. None is True.
             **kwargs: keyword arguments of the model class's own `compile`.
 
         Raises:
             TypeError, ValueError: a setting has the wrong type or value.
             ValueError: the optimizer has `gradient_accumulation_steps` and would accumulate as
                 well, or `skip_nonfinite` would hide overflows from a LossScaleOptimizer.
-            ValueError: `jit_compile=True`, where Keras runs on PyTorch.
+            ValueError: `jit_compile=True` on the PyTorch backend.
         """
-        given = passed(
+        changes = passed(
             accumulation_steps=accumulation_steps,
             microbatch_size=microbatch_size,
             skip_nonfinite=skip_nonfinite,
             loss_over=loss_over,
             verify=verify,
         )
-        settings = dataclasses.replace(self._accumulation.settings, **given)
+        settings = dataclasses.replace(self._accumulation.settings, **changes)
         check_names_for("compile", super().compile, kwargs, NAMES)
         self._check_compile_arguments(kwargs)
         is_half = self.dtype_policy.name == "mixed_float16"
         adds_scaling = is_half and kwargs.get("auto_scale_loss", True)
         settings.check_with(optimizers_in([*args, *kwargs.values()]), adds_scaling)
-        super().compile(*args, **kwargs)  # which may set some itself
-        settings = dataclasses.replace(self._accumulation.settings, **given)
+        super().compile(*args, **kwargs)  # may set some of the settings itself
+        settings = dataclasses.replace(self._accumulation.settings, **changes)
         self._accumulation = Driver(self, settings, Backend(self))
 
     def describe_accumulation(self, batch_size: int | None = None) -> str:
-        """Describe what the settings do, in one line.
+        """Return one line that describes what the settings do.
 
         Args:
-            batch_size: samples per batch of `fit`, or None.
+            batch_size: samples per batch of `fit`. None describes batches of any size.
 
         Example:
 
@@ -206,41 +205,41 @@ class AccumulatingModel(ModelSettings, _Base):
         return Settings.of(self).describe(batch_size)  # with the size that "auto" found
 
     def close_window(self) -> None:
-        """Make the update of a partial window from the microbatches it has.
+        """Make the update of a partial window from the microbatches it has so far.
 
-        `fit` does this at the end of every epoch. In your own loop over `train_on_batch` or
-        `train_step`, call it before you read weights. An empty window changes nothing.
+        `fit` calls this at the end of every epoch. In your own loop over `train_on_batch` or
+        `train_step`, call it before you read weights. On an empty window it does nothing.
         """
         self._accumulation.close_window()
 
     def microbatch_weight(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
         """Return the weight of a microbatch in its window's mean. Override it to set your own.
 
-        By default it returns None, and the weight follows from the compiled loss: the number of
-        loss values for a mean, the number of valid entries with a mask, the sum of the sample
-        weights for `mean_with_sample_weight`; a loss that is a sum is summed. For a custom
-        `train_step`, it is found by trying the step on some samples of the first batch: samples,
-        entries, the sum of a mask; a loss that cannot be added up causes a warning. If you override
-        this method, nothing is tried, nor warned about. With `microbatch_size` alone you need not
-        override it; if you do, and the `train_step` is Keras's, microbatches are added up with your
-        weights (see `loss_over`).
+        By default it returns None, and the weight is the denominator of the compiled loss: the
+        number of loss values for a mean, the number of valid entries with a mask, the sum of the
+        sample weights for `mean_with_sample_weight`; losses that are sums are summed. For a custom
+        `train_step`, a trial on some samples of the first batch finds the weight: the number of
+        samples or entries, or the sum of a mask; it warns about a loss that cannot be added up. If
+        you override this method, there is no trial and no warning. With `microbatch_size` alone you
+        need not override it; if you do, and the `train_step` is Keras's, microbatches are added up
+        with your weights (see `loss_over`).
 
         Args:
             x, y, sample_weight: the microbatch, as `train_step` receives it. If it is not a tuple
                 of up to three parts, all of it is `x`.
 
         Returns:
-            A scalar tensor or number, the denominator of the microbatch's loss; or "sum" where the
-            loss is a sum over samples; or None to go by the compiled loss.
+            A scalar tensor or number, the denominator of the microbatch's loss; or "sum" if the
+            loss is a sum over samples; or None to use the denominator of the compiled loss.
         """
 
     def on_update(self) -> None:
         """Called after each update. Override it to move a target network, for example.
 
-        By default it does nothing. It runs in the graph after each update, with any settings and
-        with none: after a batch, or after the last batch of a window. With several optimizers it
-        runs once, after all of them. Use it in place of writing to variables in `train_step`, which
-        may run once per microbatch.
+        By default it does nothing. It runs after each update, inside the graph if there is one, and
+        with any settings: after a batch, or after the last batch of a window. With several
+        optimizers it runs once, after all of them. Write to variables here and not in `train_step`,
+        which may run once per microbatch.
 
         Under a `tf.distribute` strategy it runs in cross-replica context, once for all replicas:
         `variable.assign(value)` writes to all copies.
@@ -254,18 +253,18 @@ class AccumulatingModel(ModelSettings, _Base):
         ```
         """
 
-    # What Keras calls.
+    # Called by Keras.
 
     @showing_only(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as `keras.Model.fit` does. Each epoch ends with an update of its last window."""
+        """Train as `keras.Model.fit` does. The last window of each epoch makes an update."""
         return run_fit(self, super().fit, args, kwargs)
 
     @showing_only(keras.Model.train_on_batch)
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Train on one batch as `keras.Model.train_on_batch` does.
 
-        Metrics are reset when a window begins, and cover its batches so far.
+        Metrics are reset at the start of a window, and cover its batches so far.
         """
         with _keeping_metrics.of([self] if self._accumulation.has_open_window() else []):
             logs = super().train_on_batch(*args, **kwargs)
@@ -277,21 +276,21 @@ class AccumulatingModel(ModelSettings, _Base):
         """Run the model class's own `train_step` on one batch, as a microbatch of the window.
 
         Args:
-            *args: the batch; on JAX, the values of all variables before it.
+            *args: the batch; on JAX, the values of all variables and the batch.
         """
         train_step: Any = super().train_step
         is_keras_own = getattr(train_step, "__func__", None) is keras.Model.train_step
         if is_keras_own and self.trainable_weights and self.optimizer is None:
             raise RuntimeError(_no_optimizer_message(self.name))
-        return getattr(train_step, "python_function", train_step)(*args)  # of a `tf.function`
+        return getattr(train_step, "python_function", train_step)(*args)  # unwrap a `tf.function`
 
     def save_own_variables(self, store: Any) -> None:
-        """Save what `keras.Model.save_own_variables` does. Files do not have an open window."""
+        """Save as `keras.Model.save_own_variables` does, and warn if a window is open."""
         self._accumulation.warn_of_saving()
         super().save_own_variables(store)
 
     def get_compile_config(self) -> dict[str, Any]:
-        """Return the model class's compile configuration, with the settings."""
+        """Return the compile configuration of the model class, plus the settings."""
         config: dict[str, Any] = super().get_compile_config()
         if not config:
             return config
@@ -303,7 +302,7 @@ class AccumulatingModel(ModelSettings, _Base):
         settings = {name: config.pop(name) for name in NAMES if name in config}
         is_keras_own = super().compile_from_config.__func__ is keras.Model.compile_from_config
         if not is_keras_own or type(self).compile is not AccumulatingModel.compile:
-            super().compile_from_config(config)  # the user's own, or Keras's that asks for one
+            super().compile_from_config(config)  # the user's, or Keras's, which needs the user's
         else:
             config = keras.saving.deserialize_keras_object(config)
             self.compile(**config)
@@ -311,15 +310,15 @@ class AccumulatingModel(ModelSettings, _Base):
                 self.optimizer.build(self.trainable_variables)
         self._accumulation.change(**settings)
 
-    # What the package asks.
+    # For the package.
 
     @property
     def _on_update(self) -> Callable[[], Any] | None:
-        """The user's `on_update`, or None."""
+        """The `on_update` that the user defined, or None."""
         return None if type(self).on_update is AccumulatingModel.on_update else self.on_update
 
     def _has_rule(self) -> bool:
-        """Return whether the user overrides `microbatch_weight`."""
+        """Return whether the user has overridden `microbatch_weight`."""
         return type(self).microbatch_weight is not AccumulatingModel.microbatch_weight
 
 

@@ -1,4 +1,4 @@
-"""The settings of a model as its attributes, and the state of its training."""
+"""The settings of an accumulating model, as properties that can be set between batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ga_model.core.driver import Driver
 
 
 class ModelSettings:
-    """The settings of an `AccumulatingModel`, and the state of its accumulation."""
+    """Base of `AccumulatingModel` with the properties for its settings and its progress."""
 
     @functools.cached_property
     def _accumulation(self) -> Driver:
@@ -24,8 +24,8 @@ class ModelSettings:
     def accumulation_steps(self) -> int:
         """Batches per window, an integer >= 1. A new value takes effect with the next window.
 
-        A `tf.function` of your own that calls `train_step` sees it only when it is traced again,
-        and then raises an error for values above 1.
+        Your own `tf.function` around `train_step` sees a new value only when it is retraced, and
+        then raises an error for values above 1.
         """
         return self._accumulation.settings.accumulation_steps
 
@@ -37,8 +37,8 @@ class ModelSettings:
     def has_updated(self) -> bool:
         """Whether the last batch completed a window. Also True before the first batch.
 
-        Where it is True in a callback's `on_train_batch_end`, an update was made. A partial window
-        is updated at the end of its epoch only: to act once per update, define `on_update_end`.
+        If it is True in a callback's `on_train_batch_end`, an update was made. A partial window
+        makes its update at the end of the epoch: to act once per update, define `on_update_end`.
         """
         return not self._accumulation.has_open_window()
 
@@ -46,9 +46,9 @@ class ModelSettings:
     def microbatch_size(self) -> int | str | None:
         """Samples that go through the model at a time, an integer >= 1, or None for the full batch.
 
-        A new value takes effect with the next batch; each is traced once. After you set it to
-        "auto", it is "auto" until `fit` or `train_on_batch` has found the largest size that fits,
-        before its next batch, and then that number.
+        A new value takes effect with the next batch, and is traced once. If you set it to "auto",
+        it reads "auto" until `fit` or `train_on_batch` has found the largest size that fits, before
+        its next batch, and then reads that size.
         """
         size: int | str | None = self._accumulation.size
         return "auto" if size is None and self._accumulation.is_automatic else size
@@ -63,11 +63,11 @@ class ModelSettings:
 
         A skipped microbatch changes no weight, optimizer state, metric, running statistics or
         random state of layers; the window's mean is that of the other microbatches. If the step
-        runs on the full batch (see `loss_over`), the whole batch is skipped. A window with no
-        microbatch left makes no update, and values that a `train_step` logs itself are NaN for a
-        batch with none left. As in windows of several batches, loss terms that average over
-        different things are not exact, and a warning names them. With False, NaN reaches the
-        weights, as in plain Keras.
+        runs on the full batch (see `loss_over`), the whole batch is skipped. If all microbatches of
+        a window are skipped, there is no update; if all of a batch are, values that a `train_step`
+        logs itself are NaN. As in windows of several batches, loss terms with different
+        denominators are not exact, and a warning names them. With False, NaN reaches the weights,
+        as in plain Keras.
         """
         return self._accumulation.settings.skip_nonfinite
 
@@ -77,7 +77,7 @@ class ModelSettings:
 
     @property
     def loss_over(self) -> str:
-        """How the loss of a split batch is computed, "auto", "microbatch" or "batch".
+        """How the loss of a split batch is computed: "auto", "microbatch" or "batch".
 
         With "microbatch", the step runs on each microbatch, and weighted gradients are added up.
         This is exact for losses that are means or sums over samples, and takes one forward and
@@ -86,17 +86,17 @@ class ModelSettings:
         With "batch", the step runs once, on the full batch, and each outermost call of a layer or
         model in it is split into microbatches. So a loss may compare samples (contrastive, triplet)
         or divide by sums over all of them (Dice), and a `train_step` may do anything. Each
-        microbatch of a call runs forward twice: first for the outputs, without gradients; then,
-        when the step takes gradients, with the gradient of its outputs. Dropout draws the same
-        numbers both times, and running statistics are updated once. The cost is the second forward
-        pass, and the memory of what the step itself holds for all samples, such as outputs. A call
-        that cannot be split, because its outputs do not have one row per sample or depend on other
-        samples, runs on all samples, with one warning; calls inside it are split. With several
-        replicas the step sees the samples of one replica, as in plain Keras.
+        microbatch of a call runs forward twice: first without gradients, for the outputs; and again
+        when the step computes gradients, to backpropagate those of the outputs. Dropout draws the
+        same numbers both times, and running statistics are updated once. The cost is the second
+        forward pass, and the memory of what the step itself holds for all samples, such as outputs.
+        A call that cannot be split, because its outputs do not have one row per sample or depend on
+        other samples, runs on all samples, with one warning; calls inside it are split. With
+        several replicas the step sees the samples of one replica, as in plain Keras.
 
-        "auto", the default, chooses "batch" for each `train_step` or `compute_metrics` of your own.
-        Otherwise it chooses "microbatch" if the loss adds up, as is known of Keras's losses and
-        tried of yours (see `verify`), or if you override `microbatch_weight`; else "batch".
+        "auto", the default, chooses "batch" for your own `train_step` or `compute_metrics`.
+        Otherwise it chooses "microbatch" if the loss adds up, which is known for Keras's losses and
+        tried for yours (see `verify`), or if you override `microbatch_weight`; else "batch".
         """
         return self._accumulation.settings.loss_over
 
@@ -106,15 +106,15 @@ class ModelSettings:
 
     @property
     def verify(self) -> bool:
-        """Whether code of your own is tried before it trains. True by default.
+        """Whether your own code is tried before it trains. True by default.
 
-        A `train_step`, `compute_loss`, loss, layer or metric of yours is run on samples of the
-        first batch (two thirds of a microbatch, but at least 7), at once and in parts, and leaves
-        no trace in the model. If it trains exactly, there is no warning; if not, a warning names
-        what differs. Models of Keras's own parts are not tried. With False, losses of yours, and
-        gradients of a step of yours, are taken for means over samples, which one warning says. With
-        `microbatch_size` and `loss_over="auto"`, a step of yours then always sees the full batch,
-        which is exact.
+        In the trial, your `train_step`, `compute_loss`, losses, layers and metrics run on samples
+        of the first batch (two thirds of a microbatch, but at least 7), at once and in parts, and
+        the model is restored afterwards. If they do not train exactly, a warning names what
+        differs. Models that consist of Keras's own classes are not tried. With False, your losses,
+        and the gradients of your step, are assumed to be means over samples, and one warning says
+        so. With `microbatch_size` and `loss_over="auto"`, your own step then always sees the full
+        batch, which is exact.
         """
         return self._accumulation.settings.verify
 
@@ -128,14 +128,14 @@ class ModelSettings:
         counters = self._accumulation.counters
         return 0 if counters is None else int(counters.skipped)
 
-    # What the package asks.
+    # For the package.
 
     def _warn_once(self, message: str) -> None:
-        """Warn, unless the present `compile` has seen the same warning."""
+        """Warn, unless the same warning was given since `compile`."""
         self._accumulation.warn_once(message)
 
     def _batch_normalization_layers(self) -> list[Any]:
-        """Return those that train."""
+        """Return the trainable BatchNormalization layers."""
         return [
             layer
             for layer in layers_in(self)

@@ -1,4 +1,4 @@
-"""Measure the gradient noise scale during training, and what it means for the batch size."""
+"""Measure the gradient noise scale during training, and say what it means for the batch size."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ga_model.core.noise import Averages, GradientNoise
 
 _LOG = "gradient_noise_scale"
 _FEW_UPDATES = 10
-_LEAST, _MOST = 0.01, 10**9  # noise scales that words give as numbers
+_LEAST, _MOST = 0.01, 10**9  # the noise scales that the text prints as numbers
 
 
 class NoiseScale(NamedTuple):
-    """The measurement for one optimizer. Its `str` explains it.
+    """The measurement for one optimizer. Its `str` explains the result.
 
     Attributes:
         averages: the smoothed estimates.
-        decay: how they were smoothed.
-        unit: what the loss averages over, for the words.
+        decay: the share of an average that each update keeps.
+        unit: the name of what the loss averages over, for the text.
     """
 
     averages: Averages
@@ -29,7 +29,7 @@ class NoiseScale(NamedTuple):
 
     @property
     def noise_scale(self) -> float:
-        """The noise scale; infinite where the noise hides the gradient, NaN without a window."""
+        """The noise scale: infinite if noise hides the gradient, NaN before the first window."""
         trace, norm, _, number = self.averages
         if not number:
             return float("nan")
@@ -70,22 +70,22 @@ class NoiseScale(NamedTuple):
 class GradientNoiseScale(keras.callbacks.Callback):
     """Measure the gradient noise scale during training, to see whether a larger batch pays.
 
-    The noise scale is tr(Sigma) / |G|^2, where Sigma is the covariance of the gradients of single
-    samples and G their mean. With batches of B samples and a noise scale of B_noise, training takes
+    The noise scale is tr(Sigma) / |G|^2, where Sigma is the covariance of the per-sample gradients
+    and G their mean. With batches of B samples and a noise scale of B_noise, training takes
     1 + B_noise / B times the fewest updates possible, and 1 + B / B_noise times the fewest samples.
-    So a batch far below the noise scale can be doubled to halve the updates; doubling one far above
-    it only doubles the samples.
+    So doubling a batch far below the noise scale halves the updates; doubling one far above it only
+    doubles the samples.
 
-    How much the gradients of a window's microbatches differ gives unbiased estimates of both
-    numbers, from gradients that are computed anyway. They are averaged over updates in the training
-    step, and read at the end of an epoch or when you read an attribute. Weights, updates and other
-    logs do not change. It costs one more pass over the gradients for each microbatch and each
-    update, and with several replicas one more exchange of gradients per update.
+    The differences between the gradients of a window's microbatches give unbiased estimates of both
+    numbers, from gradients that are computed anyway. The training step averages them over updates;
+    they are read at the end of an epoch, or when you read an attribute. Weights, updates and other
+    logs do not change. The cost is one more pass over the gradients per microbatch and per update,
+    and with several replicas one more exchange of gradients per update.
 
-    The logs of an epoch get `gradient_noise_scale`, for the `History`, and for callbacks that
-    follow this one in the list, such as TensorBoard and CSVLogger. If a `train_step` applies
-    several optimizers, each has its own noise scale, and the name of the model's attribute is
-    appended: `gradient_noise_scale_generator_optimizer`.
+    The logs of an epoch get `gradient_noise_scale`, for the `History` and for callbacks that follow
+    this one in the list, such as TensorBoard and CSVLogger. If a `train_step` applies several
+    optimizers, each has its own noise scale, and the name of the model's attribute is appended:
+    `gradient_noise_scale_generator_optimizer`.
 
     Notes:
 
@@ -93,7 +93,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
       Read it as an order of magnitude. The numbers of updates and samples assume a learning rate
       chosen for each batch size.
     * It changes during training; usually it grows. Follow it over the epochs.
-    * It counts what the loss averages over: samples, tokens, or the sum of sample weights. The
+    * Its unit is what the loss averages over: samples, tokens, or the sum of sample weights. The
       estimate assumes that these are drawn independently. Tokens of one text are not, so the result
       holds for texts of about the same length.
     * Microbatches must be random samples: shuffle the data.
@@ -104,8 +104,8 @@ class GradientNoiseScale(keras.callbacks.Callback):
     averages. BackupAndRestore does not save them.
 
     Args:
-        decay: how much of an average is kept at every update, >= 0 and < 1. The averages are those
-            of about the last 1 / (1 - decay) updates, and unbiased from the first one.
+        decay: the share of an average that each update keeps, >= 0 and < 1. The averages cover
+            about the last 1 / (1 - decay) updates, and are unbiased from the first update on.
         unit: the name of what the loss averages over, such as "tokens", for the printed text.
         verbose: whether to print the text at the end of training.
 
@@ -121,10 +121,10 @@ class GradientNoiseScale(keras.callbacks.Callback):
             several optimizers; the attributes above need a single one.
 
     Raises:
-        TypeError, ValueError: an argument is invalid. While training: the model is not an
+        TypeError, ValueError: an argument is invalid. During training: the model is not an
             `AccumulatingModel`, its settings allow only one microbatch per window, or its loss is a
-            sum; or an attribute for one optimizer is read although there are several.
-        RuntimeError: another callback measures the same model.
+            sum. Or an attribute for a single optimizer is read and there are several.
+        RuntimeError: another callback already measures the model.
 
     Example:
 
@@ -232,7 +232,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         return "\n".join(f"{name}: {scale}" for name, scale in scales.items())
 
     def _only(self) -> NoiseScale:
-        """Return the measurement for the only optimizer, an empty one before the first window."""
+        """Return the measurement for the only optimizer, empty before the first window."""
         scales = self.noise_scales
         if len(scales) > 1:
             raise ValueError(
@@ -240,12 +240,12 @@ class GradientNoiseScale(keras.callbacks.Callback):
                 f"scale. Received: {len(scales)} optimizers. "
                 f"Use `noise_scales[name]`, with one of {list(scales)}."
             )
-        nothing = NoiseScale(Averages(), self._decay, self._unit)
-        return next(iter(scales.values()), nothing)
+        empty = NoiseScale(Averages(), self._decay, self._unit)
+        return next(iter(scales.values()), empty)
 
 
 def _name_of(optimizer: Any, model: Any) -> str:
-    """Return the name of the model's attribute that holds an optimizer, or else its own."""
+    """Return the name of the model's attribute that holds an optimizer, or the optimizer's name."""
     names = (name for name, value in vars(model).items() if value is optimizer)
     return next(names, str(optimizer.name))
 
@@ -256,11 +256,10 @@ def _needed(batch_size: float, noise_scale: float) -> tuple[float, float]:
 
 
 def _verdict(batch_size: float, noise_scale: float) -> str:
-    """Say which change saves a larger share of the one than it costs of the other.
+    """Return a sentence on which change of the batch saves a larger share than it costs.
 
-    Twice the batch saves a share of noise_scale / 2 / (batch_size + noise_scale) of the updates,
-    and costs one of batch_size / (batch_size + noise_scale) in samples. For half of it, the two
-    change places.
+    Doubling the batch saves noise_scale / 2 / (batch_size + noise_scale) of the updates, and costs
+    batch_size / (batch_size + noise_scale) more samples. Halving it swaps the two.
     """
     if batch_size < noise_scale / 2:
         return "A larger batch pays."
@@ -270,12 +269,12 @@ def _verdict(batch_size: float, noise_scale: float) -> str:
 
 
 def _count(value: float) -> str:
-    """Return a mean number of samples, whole where it is not small."""
+    """Format a mean number of samples, without decimals from 100 on."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _number(value: float, digits: int = 3) -> str:
-    """Return a number with so many significant digits, and never in scientific notation."""
+    """Format a number with `digits` significant digits, never in scientific notation."""
     if value > _MOST:
         return f"more than {_MOST:,}"
     if value >= 10 ** (digits - 1):

@@ -1,4 +1,4 @@
-"""The settings of a model: their defaults and valid values."""
+"""The settings of accumulation: their defaults and valid values, and how arguments set them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ga_model.base import _validate
 
 
 class _Unchanged:
-    """The default of arguments for which None has a meaning."""
+    """The type of `UNCHANGED`, the default of arguments for which None has a meaning."""
 
     def __repr__(self) -> str:
         return "unchanged"
@@ -21,7 +21,7 @@ UNCHANGED: Any = _Unchanged()
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a model accumulates gradients: the properties of `ModelSettings` explain each setting.
+    """How a model accumulates gradients. The properties of `ModelSettings` explain each setting.
 
     Raises:
         TypeError, ValueError: a value is invalid.
@@ -46,11 +46,11 @@ class Settings:
 
     @classmethod
     def of(cls, model: Any) -> Settings:
-        """Return the current settings of a model. A plain model has the defaults."""
+        """Return the current settings of a model: the defaults if it is a plain Keras model."""
         return cls(**{name: getattr(model, name) for name in NAMES if hasattr(model, name)})
 
     def check_with(self, optimizers: Iterable[Any], adds_scaling: bool = False) -> None:
-        """Raise ValueError if they cannot be used with the optimizers.
+        """Raise ValueError if the settings cannot be used with the optimizers.
 
         With `adds_scaling`, Keras will wrap the optimizer in a LossScaleOptimizer.
         """
@@ -59,7 +59,7 @@ class Settings:
         _validate.check_single_finite_check(optimizers, self.skip_nonfinite, adds_scaling)
 
     def describe(self, batch_size: int | None) -> str:
-        """Describe in one line what they do to batches of this size, or of any size."""
+        """Return one line on what the settings do to batches of this size (None: of any size)."""
         steps = self.accumulation_steps
         samples = "each batch"
         if batch_size is not None:
@@ -88,6 +88,6 @@ NAMES = tuple(_DEFAULTS)
 
 
 def passed(**arguments: Any) -> dict[str, Any]:
-    """Return the settings among arguments without `UNCHANGED` ones; None stands for the default."""
-    given = {name: value for name, value in arguments.items() if value is not UNCHANGED}
-    return {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
+    """Return the arguments that were passed, with the default in place of None."""
+    changes = {name: value for name, value in arguments.items() if value is not UNCHANGED}
+    return {name: _DEFAULTS[name] if value is None else value for name, value in changes.items()}

@@ -1,4 +1,4 @@
-"""Add the mixin to an existing model."""
+"""`accumulate`, which adds the mixin to an existing model."""
 
 from __future__ import annotations
 
@@ -27,29 +27,28 @@ def accumulate(
 ) -> AccumulatingModel:
     """Make an existing Keras model accumulate gradients, and return the same object.
 
-    Add it to a working script. The model may be Functional, Sequential or subclassed, built or not,
-    compiled or not. Layers, weights, optimizer and every reference to the model stay the same.
-    `save` writes the file of the plain model, which opens without this package; so after
-    `load_model`, call `accumulate` again.
+    Add this one line to a working script. The model may be Functional, Sequential or subclassed,
+    built or not, compiled or not. Layers, weights, optimizer and all references to the model stay
+    the same. `save` writes the file of the plain model, which loads without this package; so call
+    `accumulate` again after `load_model`.
 
     Args:
-        model: a `keras.Model`. If it is an `AccumulatingModel` already, only its settings change.
-            What is not passed stays as it is; None switches a setting off.
+        model: a `keras.Model`. If it is an `AccumulatingModel` already, only the settings that are
+            passed change; None resets a setting to its default.
         accumulation_steps: batches of `fit` per update, an integer >= 1. None is 1.
         microbatch_size: samples that go through the model at a time, an integer >= 1: each batch of
-            `fit` is split into microbatches of this size. Or "auto": the largest size that fits in
-            memory is found, within a tenth. None keeps batches whole.
-        skip_nonfinite: whether microbatches with NaN or Inf in a gradient are skipped. None is
-            False.
+            `fit` is split into microbatches of this size. Or "auto": search for the largest size
+            that fits in memory, to within a tenth. None does not split batches.
+        skip_nonfinite: whether to skip microbatches with NaN or Inf in a gradient. None is False.
         loss_over: "auto", "microbatch" or "batch": whether the loss of a split batch is added up
-            from its microbatches, or sees the full batch, which costs a second forward pass. See
+            from its microbatches or sees the full batch, which costs a second forward pass. See
             `AccumulatingModel.loss_over`. None is "auto".
-        verify: whether steps, losses, layers and metrics of your own are tried on the first batch,
-            at once and in microbatches, before they train. See `AccumulatingModel.verify`. None is
+        verify: whether to try your own steps, losses, layers and metrics on the first batch, at
+            once and in microbatches, before they train. See `AccumulatingModel.verify`. None is
             True.
 
     Returns:
-        `model`, now an instance of `AccumulatingModel` too.
+        `model`, which is now also an instance of `AccumulatingModel`.
 
     Raises:
         TypeError: `model` is not a Keras model, or a setting has the wrong type.
@@ -67,26 +66,26 @@ def accumulate(
     ```
     """
     check_model(model)
-    given = passed(
+    settings = passed(
         accumulation_steps=accumulation_steps,
         microbatch_size=microbatch_size,
         skip_nonfinite=skip_nonfinite,
         loss_over=loss_over,
         verify=verify,
     )
-    Settings(**given).check_with(optimizers_in(vars(model)))
+    Settings(**settings).check_with(optimizers_in(vars(model)))
     if not isinstance(model, AccumulatingModel):
         wrapped = _wrapped_class(cast(Hashable, type(model)))
         object.__setattr__(model, "__class__", wrapped)
         model.train_function = None
-    model._accumulation.change(**given)
+    model._accumulation.change(**settings)
     return cast(AccumulatingModel, model)
 
 
 class _Wrapped(AccumulatingModel):
-    """The mixin for wrapped models, which pass for instances of the class that the user wrote.
+    """The mixin for wrapped models. Their `__class__` is the class that the user wrote.
 
-    That is their `__class__`, which Keras records in files and looks up when it copies and clones.
+    Keras writes `__class__` to files and reads it to copy and clone: it sees the plain model.
     """
 
     def get_compile_config(self) -> dict[str, Any]:
@@ -94,7 +93,7 @@ class _Wrapped(AccumulatingModel):
         return config
 
     def __dir__(self) -> list[str]:
-        return sorted({*dir(type(self)), *vars(self)})  # of `__class__` it would be the plain one's
+        return sorted({*dir(type(self)), *vars(self)})  # the default lists names of `__class__`
 
     def __reduce__(self) -> Any:
         _, arguments = super().__reduce__()
@@ -116,7 +115,7 @@ def _wrapped_class(original: Any) -> type:
 
 
 def check_model(value: Any, function: str = "accumulate") -> None:
-    """Raise TypeError if the `model` of a function is no Keras model."""
+    """Raise TypeError if the argument `model` of a function is not a Keras model."""
     if not isinstance(value, keras.Model):
         is_class = isinstance(value, type)
         hint = "Call the class first" if is_class else "Turn it into a `keras.Model` first"

@@ -1,8 +1,8 @@
-"""The base of all rooms: checks of arguments, private names of Keras.
+"""Below all other subpackages: argument checks, and functions for private names of Keras.
 
-May import nothing of the package.
+May import no other subpackage.
 """
 
 from ga_model.base._validate import check_releases
 
-check_releases()  # before any import here fails on an older release
+check_releases()  # before other imports here fail on an older release

@@ -1,4 +1,4 @@
-"""Call a layer again with the Python state of its first call."""
+"""Snapshots of Python state, to call a layer again from the state before its first call."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 from ga_model.base._context import ThreadValue
 from ga_model.base._internals import layers_in, unwrapped
 
-# Whether the code runs in a call that is split already. Calls inside it are not split again.
+# Whether this thread is inside a call that is split. Calls inside it are not split again.
 inside_of_call = ThreadValue(False)
 
 
 class Attributes:
-    """A snapshot of attributes of objects, and of lists, dicts, sets and deques in them.
+    """A snapshot of objects' attributes, and of the lists, dicts, sets and deques in them.
 
-    With `has_arrays`, also of the values of NumPy arrays there.
+    With `has_arrays`, it includes the values of NumPy arrays.
     """
 
     def __init__(self, parts: Iterable[Any], has_arrays: bool = False) -> None:
@@ -29,11 +29,11 @@ class Attributes:
         leaves = {id(leaf): leaf for values in present for leaf in leaves_in(values)}
         arrays = [leaf for leaf in leaves.values() if isinstance(leaf, np.ndarray)]
         self._arrays = [(array, array.copy()) for array in arrays if array.flags.writeable]
-        self._empty: list[Any] = []  # containers, as most of Keras's own are
-        found: dict[int, tuple[Any, Any]] = {}
+        self._empty: list[Any] = []  # empty containers, as most in Keras's layers are
+        contents: dict[int, tuple[Any, Any]] = {}
         for _, attributes in self._attributes:
-            _note_contents(attributes.values(), found, self._empty)
-        self._contents = list(found.values())
+            _collect_contents(attributes.values(), contents, self._empty)
+        self._contents = list(contents.values())
 
     def put_back(self) -> None:
         """Restore the attributes and contents."""
@@ -56,16 +56,16 @@ _CONTAINERS = (list, dict, set, deque)
 
 @functools.lru_cache(maxsize=256)
 def _is_container(kind: Any) -> bool:
-    """Return whether the `__class__` of a value, which proxies have too, is that of a container."""
+    """Return whether the `__class__` of a value, which may be a proxy, is a container's."""
     return issubclass(kind, _CONTAINERS)
 
 
-def _note_contents(
-    values: Iterable[Any], found: dict[int, tuple[Any, Any]], empty: list[Any]
+def _collect_contents(
+    values: Iterable[Any], contents: dict[int, tuple[Any, Any]], empty: list[Any]
 ) -> None:
-    """Note the containers among values, and those inside them, with copies of their contents.
+    """Collect the containers in values, nested ones too, with copies of their contents.
 
-    A layer has dozens of attributes, so each must be cheap.
+    A layer has dozens of attributes, so this must be cheap for each.
     """
     for wrapper in values:
         if not _is_container(wrapper.__class__):
@@ -73,10 +73,9 @@ def _note_contents(
         value = unwrapped(wrapper)
         if not value:
             empty.append(value)
-        elif id(value) not in found:
-            content = dict(value) if isinstance(value, dict) else list(value)
-            found[id(value)] = value, content
-            _note_contents(_parts_of(value), found, empty)
+        elif id(value) not in contents:
+            contents[id(value)] = value, dict(value) if isinstance(value, dict) else list(value)
+            _collect_contents(_parts_of(value), contents, empty)
 
 
 def _parts_of(container: Any) -> Any:
@@ -84,7 +83,7 @@ def _parts_of(container: Any) -> Any:
 
 
 def leaves_in(values: Iterable[Any]) -> list[Any]:
-    """Return the values that are no containers, including those inside containers."""
+    """Return the values that are not containers, including those inside containers."""
     leaves, known, waiting = [], set(), list(values)
     while waiting:
         wrapper = waiting.pop()
@@ -97,15 +96,15 @@ def leaves_in(values: Iterable[Any]) -> list[Any]:
 
 
 def _fill(value: Any, content: Any) -> None:
-    """Set the content of a container, past what classes of Keras's override."""
+    """Set the contents of a container by the methods of its builtin type, which Keras overrides."""
     kind: Any = next(kind for kind in _CONTAINERS if isinstance(value, kind))
     kind.clear(value)
     (kind.update if hasattr(kind, "update") else kind.extend)(value, content)
 
 
 class PythonState(Attributes):
-    """The `Attributes` of a layer, its sublayers and other objects, and the state of `random` and
-    `numpy.random`. Values of variables are not part of it.
+    """The `Attributes` of a layer, its sublayers and other objects, and the random state of
+    `random` and `numpy.random`. Values of variables are not included.
     """
 
     def __init__(self, layer: Any, others: Iterable[Any] = (), has_arrays: bool = False) -> None:
@@ -118,7 +117,7 @@ class PythonState(Attributes):
         np.random.set_state(self._random[1])
 
     def changed(self) -> Iterator[tuple[Any, str, Any]]:
-        """Yield the object, the name and the value of each attribute that has changed since."""
+        """Yield the object, name and value of each attribute that changed since the snapshot."""
         contents = {id(value): content for value, content in self._contents}
         for part, attributes in self._attributes:
             for name, value in vars(part).items():
@@ -127,7 +126,7 @@ class PythonState(Attributes):
                     continue
                 value = unwrapped(value)
                 is_same = value is unwrapped(before)
-                content = contents.get(id(value), ()) if is_same else ()  # as it was empty
+                content = contents.get(id(value), ()) if is_same else ()  # empty ones are not in it
                 if not is_same or ((value or content) and _ids_in(content) != _ids_in(value)):
                     yield part, name, value
 

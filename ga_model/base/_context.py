@@ -1,4 +1,4 @@
-"""Values that the running thread has for the duration of a block."""
+"""Thread-local values that are set for the duration of a `with` block."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 
 
 class ThreadValue:
-    """A value that a thread sets for the duration of a block, and that other threads do not see.
+    """A value that a thread sets for a block and other threads do not see.
 
-    Replicas of a strategy are traced in threads of their own. Outside all blocks, `get` returns the
-    default.
+    It is per thread because replicas of a strategy are traced in separate threads.
     """
 
     def __init__(self, default: Any = None) -> None:
@@ -20,7 +19,7 @@ class ThreadValue:
         self._local = threading.local()
 
     def get(self) -> Any:
-        """Return the value of the innermost block that this thread is in."""
+        """Return the value of this thread's innermost block, or the default outside of blocks."""
         return getattr(self._local, "value", self._default)
 
     @contextlib.contextmanager
@@ -34,4 +33,4 @@ class ThreadValue:
             self._local.value = outer
 
 
-is_unnoted = ThreadValue(False)  # whether this package computes, whose scalars are not noted
+is_unnoted = ThreadValue(False)  # whether scalars are the package's own, which `noting` skips

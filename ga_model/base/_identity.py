@@ -1,4 +1,4 @@
-"""Lists of tensors and variables, compared by identity: `==` compares their values."""
+"""Compare tensors and variables by identity, because `==` compares their values."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def is_in(value: Any, others: Iterable[Any]) -> bool:
-    """Return whether an object is one of others."""
+    """Return whether an object is one of the others."""
     return any(value is other for other in others)
 
 
 def unique(values: Iterable[Any]) -> list[Any]:
-    """Return each object once, in their order."""
+    """Return the objects without duplicates, in order of first occurrence."""
     return list({id(value): value for value in values}.values())

@@ -1,21 +1,20 @@
 """Private names of Keras, each behind a function that says what it is for.
 
-A release that renames one of them breaks this module, or one of those beside it: those of the
-backends are in `_internals_tf`, `_internals_torch` and `_internals_jax`. Read in Keras 3.8.0 to
-3.15.1, TensorFlow 2.18 to 2.21, PyTorch 2.13 and JAX 0.6 to 0.12. `tests/base/test_internals.py`
-finds private names elsewhere.
+If a release renames one, only this module breaks, or that of the backend: `_internals_tf`,
+`_internals_torch` or `_internals_jax`. Checked with Keras 3.8.0 to 3.15.1, TensorFlow 2.18 to 2.21,
+PyTorch 2.13 and JAX 0.6 to 0.12. `tests/base/test_internals.py` finds private names elsewhere.
 
-Differences between releases are here, too: one function for each, which names the last release
-that has it.
+Differences between releases are handled here, too, in one function each, which names the last
+release with the old behavior.
 
-These names are used where they are overridden, in `backends/hooks.py` and engines:
+These names are used only where they are overridden, in `backends/hooks.py` and the engines:
 
-* `Trainer._compile_loss` is a property of the model class, which answers with a copy while a step
+* `Trainer._compile_loss` becomes a property of the model class, which returns a copy while a step
   is recorded. `tests/equivalence/test_weights.py`.
-* `Trainer._aggregate_additional_loss` is the one place where the losses that layers add meet.
+* `Trainer._aggregate_additional_loss` is the one place where Keras sums the losses that layers add.
   `tests/equivalence/test_weights.py`.
-* `Trainer._maybe_symbolic_build` and `Trainer._make_function` are what Keras does with several
-  replicas before and after a step. `tests/replicas`.
+* `Trainer._maybe_symbolic_build` and `Trainer._make_function` run before and after a step on
+  several replicas. `tests/replicas`.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ _GLOBAL_SEED = "global_seed_generator"
 
 
 def layers_in(layer: Any, include_self: bool = True) -> list[Any]:
-    """Return the layers in a layer, at any depth. The layers of a layer follow it."""
+    """Return the layers in a layer, at any depth. A layer precedes its sublayers."""
     return list(layer._flatten_layers(include_self=include_self))
 
 
 def operations_in(layer: Any) -> list[tuple[Any, Any, Any]]:
-    """Return the operations of a functional model that are no layers, with symbolic arguments."""
-    found = [o for o in getattr(layer, "operations", []) if not isinstance(o, keras.layers.Layer)]
-    nodes = [(operation, operation._inbound_nodes[0].arguments) for operation in found]
+    """Return the non-layer operations of a functional model, with symbolic args and kwargs."""
+    operations = [o for o in getattr(layer, "operations", []) if not isinstance(o, keras.Layer)]
+    nodes = [(operation, operation._inbound_nodes[0].arguments) for operation in operations]
     return [(operation, node.args, node.kwargs) for operation, node in nodes]
 
 
@@ -61,7 +60,7 @@ def takes_training(layer: Any) -> bool:
 
 
 def training_of_call(layer: Any) -> Any:
-    """Return the `training` argument of the call that runs, or None if it is unknown."""
+    """Return the `training` argument of the current call, or None if it is unknown."""
     context = layer._get_call_context()
     if hasattr(context, "get_value"):
         return context.get_value("training")
@@ -69,26 +68,26 @@ def training_of_call(layer: Any) -> Any:
 
 
 def call_scopes() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a function whose contexts have the scopes of the layer call that runs here."""
+    """Return a function whose contexts restore the scopes of the current layer call."""
     names = ("current_call_ctx", "autocast_scope")
-    inside = [(name, global_state.get_global_attribute(name)) for name in names]
+    saved = [(name, global_state.get_global_attribute(name)) for name in names]
 
     @contextlib.contextmanager
-    def again() -> Iterator[None]:
-        outside = [(name, global_state.get_global_attribute(name)) for name in names]
-        for name, value in inside:
+    def restored() -> Iterator[None]:
+        outer = [(name, global_state.get_global_attribute(name)) for name in names]
+        for name, value in saved:
             global_state.set_global_attribute(name, value)
         try:
             yield
         finally:
-            for name, value in outside:
+            for name, value in outer:
                 global_state.set_global_attribute(name, value)
 
-    return again
+    return restored
 
 
 def is_rematerialized(layer: Any) -> bool:
-    """Return whether a layer keeps no activations, by `keras.RematScope`."""
+    """Return whether a `keras.RematScope` makes a layer recompute its activations."""
     scope = getattr(layer, "_remat_mode", None)  # missing up to Keras 3.8
     if scope is None or scope.mode is None:
         return False
@@ -96,13 +95,13 @@ def is_rematerialized(layer: Any) -> bool:
 
 
 def is_built(layer: Any, others: Iterable[Any] = ()) -> bool:
-    """Return whether a layer, those in it, and metrics or optimizers have their variables."""
-    states = [*layers_in(layer), *others]  # some metrics say so in `_built`
+    """Return whether a layer, its sublayers, and other metrics or optimizers are built."""
+    states = [*layers_in(layer), *others]  # some metrics have only `_built`
     return all(getattr(s, "built", True) and getattr(s, "_built", True) for s in states)
 
 
 def own_state(layer: Any) -> list[Any]:
-    """Return the non-trainable variables of a layer itself."""
+    """Return the non-trainable variables of a layer, without those of sublayers."""
     if (states := vars(layer).get("states")) is None:
         return list(layer._non_trainable_variables)
     # Keras does not track the states of a stateful recurrent layer.
@@ -111,34 +110,34 @@ def own_state(layer: Any) -> list[Any]:
 
 
 def read_in_float16(layer: Any) -> list[Any]:
-    """Return the trainable variables of a layer itself that its calls read in float16."""
+    """Return the trainable variables of a layer, not of sublayers, that it reads in float16."""
     is_half = layer.autocast and layer.compute_dtype == "float16" != layer.variable_dtype
     return [v for v in layer._trainable_variables if v._autocast] if is_half else []
 
 
 @contextlib.contextmanager
 def forgetting_losses(model: Any) -> Iterator[None]:
-    """If a step fails in a block, remove the layers' losses that Keras has stored in the model."""
+    """If a step fails in the block, remove the layers' losses that Keras stored in the model."""
     try:
         yield
     except BaseException:
-        if hasattr(model, "_losses_override"):  # of stateless calls
+        if hasattr(model, "_losses_override"):  # set by stateless calls
             vars(model)["_losses_override"] = []
         raise
 
 
 def seeds(layer: Any) -> list[Any]:
-    """Return the states of the `keras.random.SeedGenerator` of a layer itself."""
+    """Return the state variables of a layer's own `keras.random.SeedGenerator` objects."""
     return [generator.state for generator in layer._seed_generators]
 
 
 def ids_of_seeds(layer: Any) -> set[int]:
-    """Return the ids of these of a layer and of all layers in it."""
+    """Return the ids of the seed variables of a layer and its sublayers."""
     return {id(state) for part in layers_in(layer) for state in seeds(part)}
 
 
 def unwrapped(value: Any) -> Any:
-    """Return the dict or list inside a wrapper of TensorFlow's that tracks it."""
+    """Return the dict or list inside TensorFlow's tracking wrapper, or the value itself."""
     if not type(value).__module__.startswith("tensorflow."):
         return value
     for name in ("__wrapped__", "_storage"):
@@ -148,16 +147,16 @@ def unwrapped(value: Any) -> Any:
 
 
 def global_seed() -> Any:
-    """Return the `SeedGenerator` of random operations without a seed, or None if none was made."""
+    """Return Keras's global `SeedGenerator`, or None if no operation has needed it yet."""
     return global_state.get_global_attribute(_GLOBAL_SEED)
 
 
 def set_global_seed(generator: Any) -> None:
-    """Set the `SeedGenerator` of random operations without a seed."""
+    """Set Keras's global `SeedGenerator`, used by random operations without a seed."""
     global_state.set_global_attribute(_GLOBAL_SEED, generator)
 
 
-# The method with which BatchNormalization computes mean and variance of `inputs` with a `mask`.
+# The method of BatchNormalization that computes mean and variance of `inputs` with a `mask`.
 MOMENTS = "_moments"
 
 
@@ -167,7 +166,7 @@ def reduction_axes(layer: Any) -> list[int]:
 
 
 def move_renormalization(layer: Any, mean: Any, variance: Any) -> None:
-    """Update all averages of a BatchNormalization layer with `renorm=True`."""
+    """Update all running averages of a BatchNormalization layer with `renorm=True`."""
     layer._update_renorm_statistics(mean, variance)
 
 
@@ -180,56 +179,56 @@ def build(model: Any, data: Any) -> None:
 
 
 def compiled_loss(model: Any) -> Any:
-    """Return a model's compiled loss itself, and no copy, or None."""
+    """Return a model's compiled loss, never the copy of a recorded step, or None."""
     return vars(model).get("_compile_loss")
 
 
 def loss_tracker(model: Any) -> Any:
-    """Return Keras's own metric for a model's loss, or None."""
+    """Return Keras's metric for the loss of a model, or None."""
     return vars(model).get("_loss_tracker")
 
 
 def unpickling(model_class: Any) -> Callable[..., Any]:
-    """Return the function that reads pickled models of a class."""
+    """Return the function that unpickles models of a class."""
     return model_class._unpickle_model  # type: ignore[no-any-return]
 
 
 def strategy_of_model(model: Any) -> Any:
-    """Return the strategy in whose scope a model was made, or None."""
+    """Return the strategy in whose scope a model was created, or None."""
     return model._distribute_strategy
 
 
 def strategy_of_optimizer(optimizer: Any) -> Any:
-    """Return the strategy in whose scope an optimizer was made."""
+    """Return the strategy in whose scope an optimizer was created."""
     return optimizer._distribution_strategy
 
 
 def variables_to_train(optimizer: Any) -> Any:
     """Return the variables that an optimizer was built for."""
-    # Up to Keras 3.11 a LossScaleOptimizer does not know them, but the one inside it does.
+    # Up to Keras 3.11 a LossScaleOptimizer does not know them, but its inner optimizer does.
     return getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables
 
 
 def num_updates(optimizer: Any) -> Any:
     """Return the number of updates that an optimizer has made."""
-    # Up to Keras 3.8 a LossScaleOptimizer does not count, but the one inside it does.
+    # Up to Keras 3.8 a LossScaleOptimizer does not count, but its inner optimizer does.
     return getattr(optimizer, "inner_optimizer", optimizer).iterations
 
 
 def counter_of(optimizer: Any) -> Any:
-    """Return the variable that counts how often an optimizer was applied, also without update."""
+    """Return the variable that counts the calls of `apply`, also those without an update."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     return optimizer._iterations if hasattr(optimizer, "_iterations") else optimizer.iterations
 
 
 def overwrites(variable: Any) -> bool:
-    """Return whether an optimizer replaces a variable by its gradient."""
+    """Return whether optimizers replace a variable by its gradient, as for float8 scales."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def metrics_exchange() -> bool:
-    """Return whether replicas communicate when a metric is updated, which a loop cannot contain."""
-    # They do up to Keras 3.9. Since then they communicate when it is read.
+    """Return whether updating a metric makes replicas communicate, which a loop cannot contain."""
+    # Up to Keras 3.9. Since then, reading a metric does.
     return "synchronization" not in inspect.signature(keras.Variable.__init__).parameters
 
 
@@ -237,20 +236,20 @@ def metrics_exchange() -> bool:
 
 
 def arguments_of_loss(loss: Any) -> dict[str, Any]:
-    """Return the arguments with which one of Keras's losses or metrics calls its function."""
+    """Return the keyword arguments that a loss or metric of Keras passes to its function."""
     return getattr(loss, "_fn_kwargs", {})
 
 
 def is_along_samples(loss: Any) -> bool:
-    """Return whether one of Keras's losses or metrics is made to compute along axis 0."""
-    if isinstance(loss, keras.metrics.FBetaScore):  # its axis is one that it sums along
+    """Return whether a loss or metric of Keras is configured to compute along axis 0."""
+    if isinstance(loss, keras.metrics.FBetaScore):  # whose `axis` is one it sums over
         return False
     axis = arguments_of_loss(loss).get("axis", getattr(loss, "axis", None))
     return 0 in (axis if isinstance(axis, (list, tuple)) else [axis])
 
 
 def losses_in(compiled: Any) -> list[Any]:
-    """Return the losses in a compiled loss that is built, named tuples with a field `loss`."""
+    """Return the losses of a built compiled loss: named tuples with a field `loss`."""
     return list(compiled._flat_losses)
 
 
@@ -259,7 +258,7 @@ def set_losses(compiled: Any, losses: list[Any]) -> None:
     vars(compiled)["_flat_losses"] = losses
 
 
-# Returns a mask and sample weights with the same rank, where one of them has an axis of length 1.
+# Return a mask and sample weights with equal rank, if one of them has an extra axis of length 1.
 same_rank: Callable[[Any, Any], tuple[Any, Any]] = squeeze_or_expand_to_same_rank
 
 # Divide a loss by the number of replicas as Keras does, and undo it.
@@ -268,52 +267,53 @@ unscaled_for_replicas: Callable[[Any], Any] = unscale_loss_for_distribution
 
 # Variables, and scopes in which they have other values.
 
-# Returns the innermost `keras.StatelessScope` that the code here runs in, or None.
+# Return the innermost `keras.StatelessScope` of the running code, or None.
 stateless_scope: Callable[[], Any] = get_stateless_scope
 
 
 def raw(variable: Any) -> Any:
-    """Return the backend's variable inside a variable of Keras; others are returned as they are."""
+    """Return the backend's variable inside a Keras variable, or the variable itself."""
     return variable._value if isinstance(variable, keras.Variable) else variable
 
 
 def losses_of_scope(scope: Any) -> list[Any]:
-    """Return the losses that layers added in a `keras.StatelessScope`, in their order."""
-    added, found = list(scope.losses), []  # an added list of n losses n times, up to Keras 3.9
+    """Return the losses that layers added in a `keras.StatelessScope`, in order."""
+    # Up to Keras 3.9, an added list of n losses is in it n times.
+    added, losses = list(scope.losses), []
     while added:
-        losses = added[0] if isinstance(added[0], list) else added[:1]
-        found += losses
-        del added[: len(losses)]
-    return found
+        group = added[0] if isinstance(added[0], list) else added[:1]
+        losses += group
+        del added[: len(group)]
+    return losses
 
 
 def adder_of(loss: Any, layer: Any) -> Any:
-    """Return the layer, this one or one in it, that added a loss in a stateless scope.
+    """Return the layer or sublayer that added a loss in a stateless scope.
 
-    None for the loss of a weight regularizer.
+    None if the loss is that of a weight regularizer.
     """
     return next((part for part in layers_in(layer) if id(loss) in part._loss_ids), None)
 
 
 def scope_of(variables: Iterable[Any], values: Iterable[Any]) -> Any:
-    """Return a `keras.StatelessScope` in which variables have values, which are not autocast."""
+    """Return a `keras.StatelessScope` in which variables have the values, without autocast."""
     scope = keras.StatelessScope(collect_losses=True)
     scope.state_mapping.update((id(variable), v) for variable, v in zip(variables, values))
     return scope
 
 
 def value_in(scope: Any, variable: Any) -> Any:
-    """Return the value of a variable in a scope, if any, or else its own; it is not autocast."""
+    """Return the value of a variable in a scope, or else its own, without autocast."""
     value = None if scope is None else scope.get_current_value(variable)
     if value is not None:
         return value
     with AutocastScope(None):
         value = variable.value
-    return value.read_value() if hasattr(value, "read_value") else value  # of TensorFlow's
+    return value.read_value() if hasattr(value, "read_value") else value  # a `tf.Variable`
 
 
 def copy_of(variable: Any) -> Any:
-    """Return a copy of the value of a variable in the present scope; it is not autocast."""
+    """Return a copy of the value of a variable in the current scope, without autocast."""
     return keras.ops.copy(value_in(stateless_scope(), variable))
 
 
@@ -322,18 +322,18 @@ def is_symbolic() -> bool:
     return bool(in_symbolic_scope())
 
 
-# Tensors. Keras keeps an output's mask, or None, in an attribute, where its losses find it.
+# Tensors. Keras stores the mask of an output, or None, in an attribute, where its losses read it.
 mask_of: Callable[[Any], Any] = get_keras_mask
 set_mask: Callable[[Any, Any], None] = set_keras_mask
 
 
 def logits_of(tensor: Any) -> Any:
-    """Return the logits of a tensor that a softmax or sigmoid returned, or None."""
+    """Return the logits that Keras stored on the result of a softmax or sigmoid, or None."""
     return getattr(tensor, "_keras_logits", None)
 
 
 def set_logits(tensor: Any, logits: Any) -> None:
-    """Set the logits of a tensor."""
+    """Store logits on a tensor, for Keras's losses."""
     tensor._keras_logits = logits
 
 
@@ -341,10 +341,10 @@ def set_logits(tensor: Any, logits: Any) -> None:
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a note to an error, or a line to its message up to Python 3.10, which has no notes."""
+    """Add a note to an error. On Python 3.10, which has no notes, add a line to its message."""
     if hasattr(error, "add_note"):
         error.add_note(text)
-    elif hasattr(error, "_message"):  # of TensorFlow's
+    elif hasattr(error, "_message"):  # an error of TensorFlow
         error._message = f"{error._message}\n{text}"
     else:
         error.args = (f"{error}\n{text}",)

@@ -1,11 +1,11 @@
-"""Private names of Keras where it runs on JAX: see `_internals`. Imports no JAX."""
+"""Private names of Keras on JAX: see `_internals`. Does not import JAX."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# The methods that make a model's step and logs on JAX only.
+# Methods of a model that are part of its step and logs on JAX only.
 MORE_METHODS_OF_STEP = (
     "compute_loss_and_updates",
     "stateless_call",
@@ -15,17 +15,17 @@ MORE_METHODS_OF_STEP = (
 
 
 def put_values_back(model: Any) -> None:
-    """Write the values that Keras holds during `fit` on JAX to the variables of a model."""
+    """Write the values that Keras keeps in arrays during `fit` on JAX to a model's variables."""
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()
 
 
 def leave_values(model: Any, values: Mapping[Any, Iterable[Any]]) -> None:
-    """Make Keras write values to the variables of a model after a step on JAX that failed.
+    """Make Keras write values to the variables of a model after a failed step.
 
     Args:
-        values: those before the step, by `core.backend_types.Group`.
+        values: the values before the step, by `core.backend_types.Group`.
     """
-    found = {f"{group}_variables": list(of_group) for group, of_group in values.items()}
-    if not any(value.is_deleted() for group in found.values() for value in group):
-        model._jax_state, model._jax_state_synced = found, False
+    state = {f"{group}_variables": list(arrays) for group, arrays in values.items()}
+    if not any(value.is_deleted() for group in state.values() for value in group):
+        model._jax_state, model._jax_state_synced = state, False

@@ -1,4 +1,4 @@
-"""Private names of TensorFlow, and of Keras on it: see `_internals`."""
+"""Private names of TensorFlow, and of Keras on TensorFlow: see `_internals`."""
 
 from __future__ import annotations
 
@@ -18,57 +18,57 @@ from tensorflow.python.framework.auto_control_deps_utils import (
 )
 from tensorflow.python.ops import gradients_util
 
-# The `experimental_attributes` of a `tf.function` that is called and not inlined.
+# The `experimental_attributes` of a `tf.function` that is not inlined.
 NOT_INLINED = {"_noinline": True}
 
 # Tapes and graphs.
 
 
 def graph_being_made() -> Any:
-    """Return the graph that this thread adds operations to, or None where they run at once."""
+    """Return the graph that this thread adds operations to, or None in eager mode."""
     return None if tf.executing_eagerly() else ops.get_default_graph()
 
 
 def call_flat(function: Any, tensors: list[Any]) -> Any:
-    """Call a concrete function with the tensors of its arguments, in the order of `tf.nest`."""
-    # A usual call reads the structure of the arguments, which takes as long as a small step.
+    """Call a concrete function with its arguments' tensors, flattened as by `tf.nest.flatten`."""
+    # A normal call flattens the arguments itself, which takes as long as a small step.
     return function._call_flat(tensors, function.captured_inputs)
 
 
 def value_of(variable: Any) -> Any:
-    """Return the value of a variable of this machine, at a fifth of the time of `read_value`."""
+    """Return the value of a local variable, in a fifth of the time of `read_value`."""
     return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
 
 def shape_of(tensor: Any) -> tuple[int | None, ...] | None:
-    """Return the shape of a tensor, or None of an unknown rank, at a fifth of `shape`'s time."""
+    """Return the shape of a tensor, None if the rank is unknown, in a fifth of `shape`'s time."""
     return tensor._shape_tuple()  # type: ignore[no-any-return]
 
 
 def is_followed(tensor: Any) -> bool:
-    """Return whether a tape follows a tensor."""
+    """Return whether a tape watches a tensor."""
     return bool(record.should_record_backprop([tensor]))
 
 
 def has_forward_derivatives(tensors: Sequence[Any]) -> bool:
-    """Return whether a `tf.autodiff.ForwardAccumulator` follows one of several tensors."""
+    """Return whether a `tf.autodiff.ForwardAccumulator` watches one of the tensors."""
     return bool(forwardprop_util.pack_tangents(tensors).tangents)
 
 
 def has_second_derivatives(tensors: Sequence[Any]) -> bool:
-    """Return whether several tapes, or a persistent one, follow tensors."""
-    found = gradients_util.PossibleTapeGradientTypes(tensors)
-    return bool(found == gradients_util.POSSIBLE_GRADIENT_TYPES_HIGHER_ORDER)
+    """Return whether several tapes, or a persistent one, watch the tensors."""
+    kind = gradients_util.PossibleTapeGradientTypes(tensors)
+    return bool(kind == gradients_util.POSSIBLE_GRADIENT_TYPES_HIGHER_ORDER)
 
 
 def unseen_by_tapes() -> Any:
-    """Return the context in which no tape of this thread sees what is computed."""
+    """Return a context in which this thread's tapes record nothing."""
     return record.stop_recording()
 
 
 @contextlib.contextmanager
 def seen_by_tapes() -> Iterator[None]:
-    """Return a context that tapes see, also inside one that hides from them: `tf.init_scope`."""
+    """Let tapes record in a block, also inside a `tf.init_scope`, which stops them."""
     is_stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
     if is_stopped:
         pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
@@ -82,11 +82,11 @@ def seen_by_tapes() -> Iterator[None]:
 def record_on_tapes(
     name: str, outputs: list[Any], sources: list[Any], gradient: Callable[..., Any]
 ) -> None:
-    """Let tapes compute the gradients of sources by a function of those of the outputs."""
+    """Record `gradient` on tapes: it maps gradients of the outputs to those of the sources."""
     record.record_operation(name, outputs, sources, gradient)
 
 
-# Operations that draw different numbers each time they run.
+# Types of operations that draw different numbers each time they run.
 _DRAWS = re.compile(
     "Random(?!.*Dataset)|Stateful(Uniform|Standard|Truncated|Random)|TruncatedNormal|Multinomial"
     "|ParameterizedTruncatedNormal|RngReadAndSkip|SampleDistorted"
@@ -94,32 +94,32 @@ _DRAWS = re.compile(
 
 
 def stateful_draws(graph: Any) -> list[str]:
-    """Return the types of operations in a graph and its functions that draw unseeded numbers."""
+    """Return the types of the stateful random operations in a graph and its functions."""
     nodes = [op.node_def for op in graph.get_operations()]
     nodes += [node for f in graph.as_graph_def().library.function for node in f.node_def]
     return sorted({node.op for node in nodes if _DRAWS.match(node.op)})
 
 
 def is_branch(graph: Any) -> bool:
-    """Return whether a graph is that of a branch or of a loop's body, and not of a function."""
+    """Return whether a graph is a branch, a loop's condition or its body, and not a function."""
     names = {part.__name__ for part in type(graph).__mro__}
     return bool(names & {"CondBranchFuncGraph", "WhileCondFuncGraph", "WhileBodyFuncGraph"})
 
 
-# Operations, while they are made in a graph or run.
+# Operations, observed while they run or are added to a graph.
 
 
 @contextlib.contextmanager
 def seeing_operations(see: Callable[[str, Sequence[Any], Sequence[Any]], Any]) -> Iterator[None]:
-    """Call `see` with each operation that a block makes in the present graph, or runs eagerly.
+    """Call `see` with each operation that a block adds to the current graph, or runs eagerly.
 
-    Operations in branches, loops and functions of the graph are not seen.
+    Operations inside branches, loops and functions of the graph are not passed.
 
     Args:
-        see: takes the type of an operation, and its inputs and outputs, lists of tensors; returns
+        see: takes the type of an operation and the lists of its input and output tensors; returns
             tensors to replace the outputs, or None.
     """
-    graph = graph_being_made()
+    observed = graph_being_made()
 
     def in_graph(
         name: str,
@@ -129,21 +129,21 @@ def seeing_operations(see: Callable[[str, Sequence[Any], Sequence[Any]], Any]) -
         op_name: Any = None,
         graph: Any = None,
     ) -> Any:
-        if graph is None or graph is not outermost:
+        if graph is None or graph is not observed:
             return outputs
-        others = see(name, inputs, outputs)
-        return outputs if others is None else others
+        replaced = see(name, inputs, outputs)
+        return outputs if replaced is None else replaced
 
-    outermost, now, fast = graph, execute.execute, pywrap_tfe.TFE_Py_FastPathExecute
+    slow_path, fast_path = execute.execute, pywrap_tfe.TFE_Py_FastPathExecute
     op_callbacks.add_op_callback(in_graph)
-    if graph is None:
+    if observed is None:
         execute.execute = _seen_by(see)
-        pywrap_tfe.TFE_Py_FastPathExecute = _no_fast_path  # so that everything runs by the other
+        pywrap_tfe.TFE_Py_FastPathExecute = _no_fast_path  # falls back to `execute.execute`
     try:
         yield
     finally:
         op_callbacks.remove_op_callback(in_graph)
-        execute.execute, pywrap_tfe.TFE_Py_FastPathExecute = now, fast
+        execute.execute, pywrap_tfe.TFE_Py_FastPathExecute = slow_path, fast_path
 
 
 def _no_fast_path(*_: Any, **__: Any) -> Any:
@@ -151,31 +151,31 @@ def _no_fast_path(*_: Any, **__: Any) -> Any:
 
 
 def _seen_by(see: Callable[[str, Sequence[Any], Sequence[Any]], Any]) -> Callable[..., Any]:
-    is_looking = False
+    is_observing = False
 
     def run(
         op_name: Any, num_outputs: int, inputs: Any, attrs: Any, ctx: Any, name: Any = None
-    ) -> Any:  # as it is called, by name, too
-        nonlocal is_looking
+    ) -> Any:  # TensorFlow passes some of these by name
+        nonlocal is_observing
         outputs = execute.quick_execute(op_name, num_outputs, inputs, attrs, ctx, name)
-        if is_looking:
+        if is_observing:
             return outputs
-        is_looking = True
+        is_observing = True
         try:
             name = op_name.decode() if isinstance(op_name, bytes) else op_name
-            others = see(name, inputs, outputs)
+            replaced = see(name, inputs, outputs)
         finally:
-            is_looking = False
-        return outputs if others is None else others
+            is_observing = False
+        return outputs if replaced is None else replaced
 
     return run
 
 
 @contextlib.contextmanager
 def noting_writes(variables: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield a list that has, after the block, the variables that it has written to."""
+    """Yield a list that contains, after the block, the variables that the block wrote to."""
     by_handle = {id(variable.handle): variable for variable in variables}
-    touched: list[int] = []  # ids of tensors, among which are handles of written variables
+    touched: list[int] = []  # ids of the inputs, such as handles, of operations that do not read
 
     def see(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         if name not in RESOURCE_READ_OPS:
@@ -200,5 +200,5 @@ def noting_writes(variables: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def logs_over_replicas(logs: Any, strategy: Any) -> Any:
-    """Return the logs of all replicas as one, as Keras does."""
+    """Merge the logs of all replicas as Keras does."""
     return reduce_per_replica(logs, strategy, "auto")

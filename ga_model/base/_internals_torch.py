@@ -7,61 +7,61 @@ from typing import Any
 
 import torch
 
-# Operations that draw a number for each entry of their parameters.
+# Operations that draw a random number for each entry of their parameters.
 PRIVATE_DRAWS = {"_standard_gamma", "_sample_dirichlet"}
-# The operation that returns the value of a tensor as a Python number.
+# The operation behind `tensor.item()`.
 READS_NUMBER = "_local_scalar_dense"
 
 
 def name_of(operation: Any) -> str:
-    """Return the name of an operation in a dispatch mode, such as "div" for `aten::div`."""
+    """Return the name of an operation of a dispatch mode, such as "div" for `aten::div`."""
     return str(operation._schema.name).removeprefix("aten::")
 
 
 def function_of(node: Any) -> Any:
-    """Return the `torch.autograd.Function` that made a node of PyTorch's autograd, or None."""
+    """Return the `torch.autograd.Function` that created an autograd node, or None."""
     return getattr(type(node), "_forward_cls", None)
 
 
 def is_in_derivative() -> bool:
-    """Return whether the operation that runs belongs to a derivative of PyTorch's own."""
+    """Return whether the current operation belongs to one of PyTorch's own backward functions."""
     node = torch._C._current_autograd_node()
     return node is not None and function_of(node) is None
 
 
 def times_written(tensor: Any) -> int:
-    """Return a number that grows with each in-place write to a tensor of PyTorch."""
-    with contextlib.suppress(RuntimeError):  # of tensors of `torch.inference_mode`
+    """Return a counter that grows with each in-place write to a tensor."""
+    with contextlib.suppress(RuntimeError):  # tensors of `torch.inference_mode` have no counter
         return int(tensor._version)
     return 0
 
 
 def hooks_on_gradient(tensor: Any) -> Any:
-    """Return the dict of hooks on the gradient of a tensor of PyTorch, or None."""
+    """Return the dict of hooks on the gradient of a tensor, or None."""
     return tensor._backward_hooks
 
 
 def has_hooks_on_sum(tensor: Any) -> bool:
-    """Return whether hooks run after the gradient of a leaf of PyTorch is accumulated."""
+    """Return whether hooks run after the gradient of a leaf tensor is accumulated."""
     return bool(tensor._post_accumulate_grad_hooks)
 
 
 def has_hooks_on_calls(module: Any) -> bool:
-    """Return whether hooks run before or after `forward` of a module of PyTorch."""
+    """Return whether hooks run before or after `forward` of a module."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def has_hooks_on_gradients(module: Any) -> bool:
-    """Return whether a module of PyTorch has backward hooks."""
+    """Return whether a module has backward hooks."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def note_step(optimizer: Any) -> None:
-    """Tell schedulers of PyTorch, which warn otherwise, that an optimizer's `step` was called."""
+    """Mark an optimizer's `step` as called, so that learning-rate schedulers do not warn."""
     optimizer._opt_called = True
 
 
 def buffers_of(module: Any) -> dict[str, Any]:
-    """Return the buffers of a module of PyTorch by their names."""
+    """Return the buffers of a module by name."""
     buffers: dict[str, Any] = module._buffers
     return buffers

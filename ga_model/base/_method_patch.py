@@ -15,25 +15,25 @@ _lock = threading.Lock()
 def _put(owner: Any, name: str, value: Any) -> None:
     if isinstance(owner, type):
         setattr(owner, name, value)
-    else:  # past the `setattr` of Keras, which tracks values
+    else:  # bypass the `__setattr__` of Keras, which tracks values
         vars(owner)[name] = value
 
 
 class MethodPatch:
-    """Replaces the method `name` of objects, modules or classes in a block.
+    """A patch of the method `name` of objects, modules or classes for the duration of a block.
 
-    `make` takes the object, module or class and its present method; it returns the replacement.
+    `make` takes the object, module or class and its current method, and returns the replacement.
     """
 
     def __init__(self, name: str, make: Callable[[Any, Any], Any]) -> None:
         self._name = name
         self._make = make
-        # By the id of each object: how many blocks it is in, and its own attribute of the name.
+        # By id of object: how many blocks patch it, and its own attribute `name` from before.
         self._shadowed: dict[int, tuple[int, Any]] = {}
 
     @contextlib.contextmanager
     def of(self, owners: Iterable[Any]) -> Iterator[None]:
-        """Replace the method of each object in a block."""
+        """Replace the method of each object in a block. Blocks may nest and overlap."""
         owners = list(owners)
         for owner in owners:
             self._shadow(owner)
@@ -54,7 +54,7 @@ class MethodPatch:
     def _uncover(self, owner: Any) -> None:
         with _lock:
             count, before = self._shadowed.pop(id(owner))
-            if count > 1:  # in a block of another replica, perhaps
+            if count > 1:  # still in another block, for example a replica's
                 self._shadowed[id(owner)] = count - 1, before
             elif before is not None:
                 _put(owner, self._name, before)
@@ -71,5 +71,5 @@ def _without_training(_: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# In its block layers run as they do outside of training.
+# In its block, layers are called with `training=False`.
 without_training = MethodPatch("call", _without_training)

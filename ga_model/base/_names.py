@@ -1,4 +1,4 @@
-"""Answer wrong argument names with the right ones. Imports neither TensorFlow nor Keras."""
+"""Errors for wrong argument names that suggest the right ones. Imports no TensorFlow, no Keras."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-# What other tools call the settings.
+# Other names of the settings: those of other packages, and likely mistakes.
 _OTHER_NAMES = {
     "accumulation_steps": (
         "accum_freq accum_steps accumulate_grad_batches accumulate_steps accumulation_step "
@@ -32,30 +32,30 @@ _Arguments = ParamSpec("_Arguments")
 
 
 def answering(function: _Function) -> _Function:
-    """Make a function of at most one positional argument answer wrong arguments with right ones."""
+    """Make a function reject wrong argument names and extra positional ones with the right name."""
     parameters = inspect.signature(function).parameters
     keywords = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
-    most = len(parameters) - len(keywords)
+    num_positional = len(parameters) - len(keywords)
     name = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         check_names(name, kwargs, parameters)
-        if len(args) > most:
-            is_window = "accumulation_steps" not in keywords  # it adds what it is given
-            message = _no_count_message if is_window else _positional_message
-            raise TypeError(message(name, args[most], keywords))
+        if len(args) > num_positional:
+            is_accumulator = "accumulation_steps" not in keywords
+            message = _no_count_message if is_accumulator else _positional_message
+            raise TypeError(message(name, args[num_positional], keywords))
         return function(*args, **kwargs)
 
     return checked  # type: ignore[return-value]
 
 
 def showing(shown: Callable[..., Any]) -> Callable[[_Function], _Function]:
-    """Give a method that forwards `*args` the signature of its target, and its own keywords."""
+    """Give a method that forwards `*args` the signature of `shown`, plus its own keywords."""
 
     def decorated(function: _Function) -> _Function:
-        own = inspect.signature(function).parameters.values()
-        keywords = [parameter for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
+        own_parameters = inspect.signature(function).parameters.values()
+        keywords = [p for p in own_parameters if p.kind is p.KEYWORD_ONLY]
         signature = inspect.signature(shown)
         parameters = [*signature.parameters.values(), *keywords]
         function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -67,12 +67,12 @@ def showing(shown: Callable[..., Any]) -> Callable[[_Function], _Function]:
 def showing_only(
     shown: Callable[_Arguments, Any],
 ) -> Callable[[Callable[..., Any]], Callable[_Arguments, Any]]:
-    """Do the same for a method without keywords of its own, in a way type checkers understand."""
+    """Do as `showing`, typed for checkers, for a method without keywords of its own."""
     return showing(shown)
 
 
 def check_names(function: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise TypeError if a keyword argument that a function was given is not a known one."""
+    """Raise TypeError if one of the keyword arguments given to a function is unknown."""
     known = list(known)
     for name, value in given.items():
         if name not in known:
@@ -83,7 +83,7 @@ def check_names(function: str, given: Mapping[str, Any], known: Iterable[str]) -
 def check_names_for(
     name: str, function: Any, given: Mapping[str, Any], others: Iterable[str]
 ) -> None:
-    """Raise TypeError if a name is that of no argument of a function, and none of the others."""
+    """Raise TypeError if a given name is neither an argument of a function nor in `others`."""
     parameters = inspect.signature(function).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         check_names(name, given, [*parameters, *others])
@@ -94,9 +94,9 @@ def _unknown_message(function: str, name: str, value: Any, known: list[str]) -> 
     if not known or (is_count and "accumulation_steps" not in known):
         return _no_count_message(function, value, known, name)
     if name in _OF_FIT:
-        other = " `microbatch_size` is how many of its samples are in the model at a time."
-        other = other if name == "batch_size" else ""
-        return f"`{name}` belongs to `fit`. Received: {function}({name}={value!r}).{other}"
+        hint = " `microbatch_size` is how many of its samples are in the model at a time."
+        hint = hint if name == "batch_size" else ""
+        return f"`{name}` belongs to `fit`. Received: {function}({name}={value!r}).{hint}"
     right = _RIGHT_NAMES.get(name)
     if right not in known:
         right = next(iter(difflib.get_close_matches(name, known, 1)), None)
@@ -115,17 +115,17 @@ def _positional_message(function: str, value: Any, keywords: list[str]) -> str:
 
 def _no_count_message(function: str, value: Any, known: list[str], name: str = "") -> str:
     received = f"{name}={value!r}" if name else repr(value)
-    often = f"{value} `add`s" if isinstance(value, int) else "window"
-    others = f" Its arguments are {known}." if known else ""
+    interval = f"{value} `add`s" if isinstance(value, int) else "window"
+    arguments = f" Its arguments are {known}." if known else ""
     return (
         f"`{function}` does not count microbatches: each window ends where you call "
         f"`apply(optimizer)`. Received: {received}. Remove the argument, and call "
-        f"`apply(optimizer)` after every {often}.{others}"
+        f"`apply(optimizer)` after every {interval}.{arguments}"
     )
 
 
 def check_fit(given: Mapping[str, Any], parameters: Iterable[str], settings: Iterable[str]) -> None:
-    """Raise TypeError if settings of the model are given to `fit`, which has no such parameters."""
+    """Raise TypeError if a setting of the model is passed to a `fit` without that parameter."""
     for name in settings:
         if name in given and name not in parameters:
             raise TypeError(

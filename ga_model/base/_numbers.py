@@ -1,8 +1,8 @@
-"""Scalars for computing weights.
+"""Scalar arithmetic for weights, and slices of tensors, for each backend.
 
-They are tensors on TensorFlow and JAX. On PyTorch, where steps run eagerly, numbers that are known
-without a look at tensors are Python's own. On JAX they are float32 unless it was told to use
-float64; `keras.ops` knows no float64 but on TensorFlow.
+Scalars are tensors on TensorFlow and JAX. On PyTorch, where steps run eagerly, scalars that are
+known without reading a tensor are Python numbers. On JAX they are float32 unless float64 is enabled
+there. `keras.ops` supports float64 on TensorFlow only.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ import keras
 
 from ga_model.base._context import ThreadValue
 
-# The weight of a microbatch without any, which adds nothing to other weights in float64.
+# Replaces a weight of 0 if there are samples: too small to change other weights in float64.
 LEAST_WEIGHT = 2.0**-60
 
 
 def sum_dtype(dtype: Any) -> str:
-    """Return the dtype in which values of a dtype are summed: float32, or their wider one."""
+    """Return the dtype in which values of a dtype are summed: float64 for float64, else float32."""
     name: str = keras.backend.standardize_dtype(dtype)
     return name if name in ("float32", "float64") else "float32"
 
 
 def widened(values: Any) -> Any:
-    """Return values in the dtype that they are summed in."""
+    """Cast values to the dtype in which they are summed."""
     dtype = keras.backend.standardize_dtype(values.dtype)
     wide = sum_dtype(dtype)
     return values if dtype == wide else keras.ops.cast(values, wide)
 
 
 def is_not(flag: Any) -> Any:
-    """Return the opposite of a bool scalar."""
+    """Return the negation of a bool scalar."""
     return not flag if isinstance(flag, bool) else ~flag
 
 
 def constant(value: Any) -> Any:
-    """Return a scalar without its gradient."""
+    """Return a scalar without gradient."""
     return keras.ops.stop_gradient(value) if keras.ops.is_tensor(value) else value
 
 
 def not_zero(weight: Any, rows: Any) -> Any:
-    """Return a weight, or the least one where it is zero and there are rows."""
+    """Return a weight, or `LEAST_WEIGHT` if it is zero and there are samples."""
     return where((weight == 0) & (rows > 0), LEAST_WEIGHT, float64(weight))
 
 
 def if_so(flag: Any, value: Any) -> Any:
-    """Return a value, or zero of its kind where a bool scalar is false."""
+    """Return a value, or zero (False) of its type if a bool scalar is False."""
     if isinstance(value, bool):
         return flag & value
     is_tensor = keras.ops.is_tensor(value)
@@ -67,24 +67,24 @@ if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
     def float64(value: Any) -> Any:
-        """Return a number as a scalar of float64."""
-        if isinstance(value, (int, float)):  # `tf.cast` would take it through float32
+        """Return a number as a float64 scalar."""
+        if isinstance(value, (int, float)):  # `tf.cast` would convert it to float32 first
             return tf.constant(value, tf.float64)
         return tf.cast(value, tf.float64)
 
     def share(part: Any, whole: Any) -> Any:
-        """Return `part / whole`, or zero where `whole` is zero."""
+        """Return `part / whole`, or zero if `whole` is zero."""
         if not (tf.is_tensor(part) and tf.is_tensor(whole) and part.dtype == whole.dtype):
             part, whole = float64(part), float64(whole)
         return tf.math.divide_no_nan(part, whole)
 
     def like(tensor: Any, value: Any) -> Any:
-        """Return a scalar in the dtype of a tensor that it is multiplied with or added to."""
+        """Return a scalar in the dtype of the tensor that it is combined with."""
         return tf.cast(value, tensor.dtype)
 
     def shape_of(tensor: Any) -> tuple[Any, ...]:
-        """Return the shape of a dense, ragged or sparse tensor. Sizes that a graph does not know
-        are scalars of float64.
+        """Return the shape of a dense, ragged or sparse tensor; sizes unknown when a graph is
+        traced are float64 scalars.
         """
         if isinstance(tensor, tf.SparseTensor):
             found = tensor.dense_shape
@@ -101,11 +101,11 @@ if keras.backend.backend() == "tensorflow":
         )
 
     def dense(values: Any, indices: Any, shape: Any) -> Any:
-        """Return a table of a shape, whose rows are sums of the values with their index."""
+        """Return a dense tensor of `shape`, whose row i is the sum of the values with index i."""
         return tf.math.unsorted_segment_sum(values, indices, shape[0])
 
     def rows_between(tensor: Any, start: int, stop: int) -> Any:
-        """Return the rows of any tensor or array from `start` up to `stop`."""
+        """Return the rows from `start` up to `stop` of any tensor or array."""
         if isinstance(tensor, tf.SparseTensor):
             shape = [int(size) for size in tensor.dense_shape]
             start, stop, _ = slice(start, stop).indices(shape[0])
@@ -114,18 +114,18 @@ if keras.backend.backend() == "tensorflow":
         if not (isinstance(tensor, tf.Tensor) and tf.executing_eagerly()):
             return tensor[start:stop]
         start, stop, _ = slice(start, stop).indices(tensor.shape[0])
-        pairs = (start, 0), (stop - start, -1)  # a tenth of the time of an index
+        pairs = (start, 0), (stop - start, -1)  # takes a tenth of the time of `tensor[start:stop]`
         begin, size = (_filled(*pair, tensor.shape.rank) for pair in pairs)
         return tf.raw_ops.Slice(input=tensor, begin=begin, size=size)
 
     @functools.lru_cache(maxsize=1024)
-    def _filled(first: int, others: int, rank: int) -> Any:
-        """Return a vector of `rank` entries: the first, then the others, which are equal."""
+    def _filled(first: int, rest: int, rank: int) -> Any:
+        """Return a vector of `rank` entries: `first`, followed by copies of `rest`."""
         with tf.device("CPU"):
-            return tf.constant([first, *[others] * (rank - 1)])
+            return tf.constant([first, *[rest] * (rank - 1)])
 
     def where(condition: Any, first: Any, second: Any) -> Any:
-        """Return one of two values, in their own dtype, which `keras.ops.where` may change."""
+        """Return one of two values in their dtype, which `keras.ops.where` may change."""
         if not tf.is_tensor(first):
             of_number = tf.float64 if isinstance(first, float) else None
             first = tf.convert_to_tensor(first, getattr(second, "dtype", of_number))
@@ -134,35 +134,35 @@ if keras.backend.backend() == "tensorflow":
         return tf.where(condition, first, second)
 
     def int32(number: int) -> Any:
-        """Return a number as a scalar of int32."""
+        """Return a number as an int32 scalar."""
         return tf.constant(number, tf.int32)
 
     def added(total: Any, tensor: Any, shrink: Any, counts: Any = None) -> Any:
         """Return `total * shrink + tensor`, or `total` if `counts` is False, as for a NaN.
 
-        The total is not to be used again.
+        May overwrite `total`: do not use it again.
         """
         result = _shrunk(total, shrink) + tensor
-        # Of a scalar condition this operation copies nothing, as that of `tf.where` does.
+        # With a scalar condition, `Select` copies nothing; the operation of `tf.where` does.
         return result if counts is None else tf.raw_ops.Select(condition=counts, x=result, y=total)
 
     def _shrunk(total: Any, shrink: Any) -> Any:
-        """Return `total * shrink`. As this is nearly always the total, a graph may skip it."""
+        """Return `total * shrink`. A graph may skip it if `shrink` is 1, as it nearly always is."""
         if not tf.is_tensor(shrink) and shrink == 1.0:
             return total
         if not skips_by_one.get():
             return total * like(total, shrink)
-        other, same = tf.raw_ops.Switch(data=total, pred=tf.equal(shrink, 1.0))
-        found = tf.raw_ops.Merge(inputs=[other * like(other, shrink), same])[0]
-        found.set_shape(total.shape)
-        return found
+        unequal, equal = tf.raw_ops.Switch(data=total, pred=tf.equal(shrink, 1.0))
+        result = tf.raw_ops.Merge(inputs=[unequal * like(unequal, shrink), equal])[0]
+        result.set_shape(total.shape)
+        return result
 
-    # Whether the graph that is being made runs on a CPU, where a condition waits for nothing and an
-    # array that is read costs most, and as it is: XLA makes one operation of several.
+    # Whether the graph that is traced runs on a CPU without XLA. There, a condition waits for
+    # nothing, and reading an array costs most; XLA fuses the multiplication with the addition.
     skips_by_one = ThreadValue(False)
 
     def divided(tensor: Any, divisor: Any) -> Any:
-        """Return `tensor / divisor`. The tensor is not to be used again."""
+        """Return `tensor / divisor`. May overwrite `tensor`: do not use it again."""
         return tensor / like(tensor, divisor)
 
 elif keras.backend.backend() == "jax":
@@ -172,7 +172,7 @@ elif keras.backend.backend() == "jax":
     def float64(value: Any) -> Any:
         return jnp.asarray(value, jax.dtypes.canonicalize_dtype(jnp.float64))
 
-    # Computed in rank one: `noting` takes scalars of a step for what its loss may be divided by.
+    # Computed with rank 1: for `noting`, scalars of a step are candidates for its loss's divisor.
 
     def share(part: Any, whole: Any) -> Any:
         part, whole = (jnp.asarray(value)[None] for value in (part, whole))
@@ -198,7 +198,7 @@ elif keras.backend.backend() == "jax":
 else:
     import torch
 
-    # Python's own numbers stay so: most weights are known without waiting for a tensor's value.
+    # Python numbers stay Python numbers: most weights are known without reading a tensor.
 
     def float64(value: Any) -> Any:
         if not torch.is_tensor(value):
@@ -206,7 +206,7 @@ else:
         return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
 
     def share(part: Any, whole: Any) -> Any:
-        if torch.is_tensor(whole):  # perhaps one for each channel
+        if torch.is_tensor(whole):  # may have an entry per channel
             return torch.where(whole == 0, 0.0, part / torch.where(whole == 0, 1.0, whole))
         return part / whole if whole else 0.0
 

@@ -1,6 +1,6 @@
 """Check arguments. Imports neither TensorFlow nor Keras.
 
-Every message states what was expected, what was received, and the fix.
+Each error message states what was expected, what was received, and the fix.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _NOT_THE_USERS = {"contextlib", "ga_model", "jax", "jaxlib", "keras", "tensorflo
 
 
 def warn(message: str) -> None:
-    """Warn at the user's line that led here, above all frames of Keras and this package."""
+    """Warn at the user's line: the first frame outside of Keras, its backends and this package."""
     level = 1
     while sys._getframe(level).f_globals.get("__name__", "").split(".")[0] in _NOT_THE_USERS:
         level += 1
     warnings.warn(message, UserWarning, stacklevel=level + 1)
 
 
-# The oldest releases that the tests pass on.
+# The oldest releases on which the tests pass.
 _OLDEST = {"keras": (3, 8), "tensorflow": (2, 18)}
 _OLDEST_KERAS_ON_JAX = (3, 14)
 
 
 def check_releases() -> None:
-    """Raise ImportError if Keras or TensorFlow is installed under its name and too old."""
+    """Raise ImportError if Keras or TensorFlow is installed by that name and is too old."""
     for name, oldest in _OLDEST.items():
         _check_release(name, oldest)
 
@@ -48,7 +48,7 @@ def _check_release(name: str, oldest: tuple[int, int], where: str = "") -> None:
 
 
 def check_backend(backend: str) -> None:
-    """Raise RuntimeError unless there is an engine for the backend of Keras."""
+    """Raise RuntimeError for an unsupported backend, ImportError for too old a Keras on JAX."""
     if backend not in ("tensorflow", "torch", "jax"):
         raise RuntimeError(
             "`ga_model` works with the TensorFlow, PyTorch and JAX backends of Keras. "
@@ -60,7 +60,7 @@ def check_backend(backend: str) -> None:
 
 
 def check_microbatch_size(value: Any) -> Any:
-    """Return `value` as an int, or None, or "auto", or raise, as `check_integer` does."""
+    """Return None, "auto" or an integer >= 1 as an int, or raise, as `check_integer` does."""
     if value is None or (isinstance(value, str) and value == "auto"):
         return value
     way_out = 'Pass None to keep batches whole, or "auto" to search for the largest size.'
@@ -70,7 +70,7 @@ def check_microbatch_size(value: Any) -> Any:
 def check_integer(
     name: str, value: Any, way_out: str = "Pass a positive number.", least: int = 1
 ) -> int:
-    """Return an argument as an int, or raise TypeError (a bool is no integer) or ValueError."""
+    """Return an argument as an int, or raise TypeError (also for a bool) or ValueError."""
     message = (
         f"`{name}` must be an integer >= {least}. "
         f"Received: {name}={value!r} (of type {type(value).__name__}). {way_out}"
@@ -91,8 +91,8 @@ def check_single_accumulation(
 ) -> None:
     """Raise ValueError if an optimizer would accumulate a second time.
 
-    With `accumulation_steps=1` the optimizer's own accumulation is plain Keras and is let through.
-    None stands for a `GradientAccumulator`.
+    With `accumulation_steps=1`, the optimizer's own accumulation is plain Keras and is allowed.
+    None means a `GradientAccumulator`.
     """
     if accumulation_steps == 1:
         return
@@ -110,9 +110,9 @@ def check_single_accumulation(
 
 
 def accumulating_optimizers(optimizers: Iterable[Any]) -> list[tuple[str, int]]:
-    """Return the name and the `gradient_accumulation_steps` of optimizers that have some.
+    """Return name and `gradient_accumulation_steps` of the optimizers that accumulate.
 
-    Looks into a LossScaleOptimizer and a MultiOptimizer, too.
+    This includes optimizers inside a LossScaleOptimizer or a MultiOptimizer.
     """
     inner = [getattr(optimizer, "inner_optimizer", None) or optimizer for optimizer in optimizers]
     parts = [part for o in inner for part in (o, *(getattr(o, "optimizers", None) or ()))]
@@ -121,7 +121,7 @@ def accumulating_optimizers(optimizers: Iterable[Any]) -> list[tuple[str, int]]:
 
 
 def check_bool(name: str, value: Any, way_out: str = "Pass True or False.") -> bool:
-    """Return the value of the argument `name`, or raise TypeError if it is no bool."""
+    """Return the value of the argument `name`, or raise TypeError if it is not a bool."""
     return bool(check_type(name, value, bool, "a bool", way_out))
 
 
@@ -136,7 +136,7 @@ def check_type(name: str, value: Any, kind: type, words: str, way_out: str) -> A
 
 
 def check_choice(name: str, value: Any, choices: list[str]) -> str:
-    """Return the value of the argument `name`, or raise ValueError if it is no choice."""
+    """Return the value of the argument `name`, or raise ValueError if it is not in `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(
             f"`{name}` must be one of {choices}. Received: {name}={value!r}. Pass {choices[0]!r}."
@@ -147,7 +147,7 @@ def check_choice(name: str, value: Any, choices: list[str]) -> str:
 def check_schedule(schedule: Any) -> Callable[[int], int]:
     """Return a schedule, a dict or a function, as a function that returns integers >= 1, or raise.
 
-    0 must be a key of the dict.
+    A dict must have the key 0.
     """
     if not isinstance(schedule, Mapping):
         if not callable(schedule):
@@ -172,7 +172,7 @@ def check_schedule(schedule: Any) -> Callable[[int], int]:
 
 
 def check_accumulates(callback: str, model: Any) -> None:
-    """Raise TypeError if the model of a callback is no `AccumulatingModel`."""
+    """Raise TypeError if the model of a callback is not an `AccumulatingModel`."""
     if not hasattr(model, "close_window"):
         raise TypeError(
             f"`{callback}` needs a model that accumulates gradients. "
@@ -181,7 +181,7 @@ def check_accumulates(callback: str, model: Any) -> None:
 
 
 def check_decay(decay: Any) -> float:
-    """Return a `decay` in [0, 1) as a float, or raise TypeError (a bool is none) or ValueError."""
+    """Return a `decay` in [0, 1) as a float, or raise TypeError (also for a bool) or ValueError."""
     message = (
         "`decay` must be a number >= 0 and < 1. "
         f"Received: decay={decay!r} (of type {type(decay).__name__}). "
@@ -201,10 +201,10 @@ def check_decay(decay: Any) -> float:
 def check_single_finite_check(
     optimizers: Iterable[Any], skip_nonfinite: bool, adds_scaling: bool
 ) -> None:
-    """Raise ValueError if skipping would hide microbatches that an optimizer has to see.
+    """Raise ValueError if skipping would hide overflows from a LossScaleOptimizer.
 
-    A LossScaleOptimizer lowers its scale when gradients overflow. With `adds_scaling`, Keras will
-    wrap the optimizer in one.
+    It lowers its scale when gradients overflow. With `adds_scaling`, Keras will wrap the optimizer
+    in one.
     """
     scales = adds_scaling or any(getattr(o, "inner_optimizer", None) for o in optimizers)
     if skip_nonfinite and scales:
@@ -218,7 +218,7 @@ def check_single_finite_check(
 
 
 def check_rows(data: Any, leaves: Iterable[Any]) -> int:
-    """Return the number of rows of arrays (or None) in x, y and sample weights, or raise."""
+    """Return the number of samples in `leaves`, the arrays (or None) of `data`, or raise."""
     shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in leaves if leaf is not None]
     if not shapes or any(len(shape) == 0 for shape in shapes):
         types = [type(part).__name__ for part in data]

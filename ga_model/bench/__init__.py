@@ -1,4 +1,4 @@
-"""`python -m ga_model bench`: time and memory of every way to train, side by side.
+"""`python -m ga_model bench`: compare time and memory of every way to train.
 
-May import the first level of the package and the rooms below it.
+May import the modules at the top level of the package, and what those may import.
 """

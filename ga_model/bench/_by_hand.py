@@ -1,4 +1,4 @@
-"""Accumulation in a training loop of one's own, for full windows of equal batches."""
+"""Accumulation in a custom training loop, which is exact for full windows of equal batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import keras
 
 
 def loop_by_hand(model: Any, num_microbatches: int) -> Callable[[Any], Any]:
-    """Return a function that trains on the next batch, with an update at the end of a window."""
+    """Return a function that trains on the next batch, and updates at the end of each window."""
     is_on_torch = keras.backend.backend() == "torch"
     add, update = (_on_torch if is_on_torch else _on_tensorflow)(model, num_microbatches)
     turns = itertools.cycle([add] * (num_microbatches - 1) + [update])
@@ -18,7 +18,7 @@ def loop_by_hand(model: Any, num_microbatches: int) -> Callable[[Any], Any]:
 
 
 def _on_torch(model: Any, num_microbatches: int) -> Any:
-    """Return a step that adds up gradients, and one that also updates with their mean."""
+    """Return a step that accumulates gradients, and one that also updates with their mean."""
     import torch
 
     variables, tracker = model.trainable_variables, model.metrics[0]
@@ -58,8 +58,8 @@ def _on_tensorflow(model: Any, num_microbatches: int) -> Any:
         return tracker.result()
 
     def update(x: Any, y: Any) -> Any:
-        found = gradients(x, y)
-        means = [(total + gradient) / num_microbatches for total, gradient in zip(sums, found)]
+        last = gradients(x, y)
+        means = [(total + gradient) / num_microbatches for total, gradient in zip(sums, last)]
         model.optimizer.apply(means, variables)
         for total in sums:
             total.assign(tf.zeros_like(total))

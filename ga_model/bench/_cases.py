@@ -1,7 +1,7 @@
 """The models of the benchmark: simple ones, and small versions of models that people train.
 
-A step of the latter takes plain Keras about 50 to 500 ms on two cores. KerasHub is imported only
-when a model needs it.
+A step of the latter takes about 50 to 500 ms in plain Keras on two cores. KerasHub is imported only
+for the models that need it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ga_model.bench._names import NAMES
 class Case(NamedTuple):
     """A model and its data."""
 
-    make_model: Callable[[], Any]  # it is not compiled
-    make_optimizer: Callable[..., Any]  # takes the arguments of an optimizer
+    make_model: Callable[[], Any]  # returns a model that is not compiled
+    make_optimizer: Callable[..., Any]  # takes the keyword arguments of an optimizer
     make_data: Callable[[int], tuple[Any, Any]]  # takes a number of samples, returns x and y
-    rows: int  # samples of a microbatch
+    rows: int  # samples per microbatch
     loss: Any = "sparse_categorical_crossentropy"
 
 
 def random_data(
     *shape: int, below: int | None = None, targets: tuple[int, ...] = (), classes: int = 10
 ) -> Callable[[int], tuple[Any, Any]]:
-    """Return a function that makes samples of a shape, floats or ids below a limit, and classes."""
+    """Return a function that makes samples, floats or ids below a limit, with class targets."""
 
     def make(rows: int) -> tuple[Any, Any]:
         generator = np.random.default_rng(0)
@@ -45,7 +45,7 @@ def random_data(
 
 
 def _dense() -> Any:
-    """15 million parameters, so that the optimizer takes a large share of the time."""
+    """Make a model of 15 million parameters, where the optimizer takes much of the time."""
     hidden = [layers.Dense(2048, activation="relu") for _ in range(4)]
     return keras.Sequential([keras.Input((1024,)), *hidden, layers.Dense(10, "softmax")])
 
@@ -61,7 +61,7 @@ def _convolutional() -> Any:
 
 
 def _transformer() -> Any:
-    """A block of attention over 64 tokens, each of which predicts a token."""
+    """Make one transformer block over 64 tokens, with a prediction for each token."""
     tokens = keras.Input((64,), dtype="int32")
     h = layers.Embedding(1000, 128)(tokens)
     normal = layers.LayerNormalization()(h)
@@ -71,21 +71,21 @@ def _transformer() -> Any:
     return keras.Model(tokens, layers.Dense(1000, "softmax")(layers.LayerNormalization()(h)))
 
 
-def _embedding(most: int, width: int) -> Any:
-    """A table with a sparse gradient, as a batch uses few of its rows."""
+def _embedding(vocabulary: int, width: int) -> Any:
+    """Make a model with an embedding whose gradient is sparse: a batch uses few of its rows."""
     ids = keras.Input((32,), dtype="int32")
-    mean = layers.GlobalAveragePooling1D()(layers.Embedding(most, width)(ids))
+    mean = layers.GlobalAveragePooling1D()(layers.Embedding(vocabulary, width)(ids))
     return keras.Model(ids, layers.Dense(10, "softmax")(layers.Dense(64, "relu")(mean)))
 
 
 def _tiny() -> Any:
-    """So small that the work around the model is measured."""
+    """Make a model so small that mostly the overhead around it is measured."""
     hidden = layers.Dense(16, "relu")
     return keras.Sequential([keras.Input((8,)), hidden, layers.Dense(10, "softmax")])
 
 
 class Sizes(NamedTuple):
-    """Sizes of the models that people train: layers, hidden states, and texts."""
+    """Sizes for `trained_cases`: layers, hidden states, and texts in tokens."""
 
     num_layers: int = 4
     width: int = 256
@@ -94,16 +94,16 @@ class Sizes(NamedTuple):
 
 
 def trained_cases(sizes: Sizes) -> tuple[Case, ...]:
-    """Return the models that people train, in the order of their names."""
+    """Return small versions of models that people train, in the order of `TRAINED_NAMES`."""
     from_logits = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     side = 4 * max(sizes.width // 16, 2)
-    length, most = sizes.length, sizes.vocabulary
-    texts = random_data(length, below=most, targets=(length,), classes=most)
-    pairs = random_data(2, max(length // 4, 1), below=most)
+    length, vocabulary = sizes.length, sizes.vocabulary
+    texts = random_data(length, below=vocabulary, targets=(length,), classes=vocabulary)
+    pairs = random_data(2, max(length // 4, 1), below=vocabulary)
     adamw = functools.partial(keras.optimizers.AdamW, 1e-4)
-    sentences = _as_tokens(random_data(length, below=most, classes=3), has_segments=True)
-    bert = functools.partial(_of_texts, "Bert", "TextClassifier", sizes, num_classes=3)
-    gpt2 = functools.partial(_of_texts, "GPT2", "CausalLM", sizes)
+    sentences = _as_tokens(random_data(length, below=vocabulary, classes=3), has_segments=True)
+    bert = functools.partial(_text_model, "Bert", "TextClassifier", sizes, num_classes=3)
+    gpt2 = functools.partial(_text_model, "GPT2", "CausalLM", sizes)
     return (
         Case(bert, adamw, sentences, 4, from_logits),
         Case(gpt2, adamw, _as_tokens(texts), 2, from_logits),
@@ -118,8 +118,8 @@ def _keras_hub() -> Any:
     return importlib.import_module("keras_hub").models
 
 
-def _of_texts(kind: str, task: str, sizes: Sizes, lora_rank: int = 0, **arguments: Any) -> Any:
-    """Return a text model of KerasHub, such as "GPT2" for the task "CausalLM"."""
+def _text_model(kind: str, task: str, sizes: Sizes, lora_rank: int = 0, **arguments: Any) -> Any:
+    """Make a text model of KerasHub, such as "GPT2" for the task "CausalLM"."""
     backbone = getattr(_keras_hub(), f"{kind}Backbone")(
         vocabulary_size=sizes.vocabulary,
         num_layers=sizes.num_layers,
@@ -147,7 +147,7 @@ def _vit(sizes: Sizes, side: int) -> Any:
 
 
 def _resnet(sizes: Sizes) -> Any:
-    """Residual blocks of three sizes, normalized by GroupNormalization."""
+    """Make a network of residual blocks of three widths, with GroupNormalization."""
 
     def convolution(h: Any, filters: int, strides: int = 1) -> Any:
         h = layers.Conv2D(filters, 3, strides, padding="same", use_bias=False)(h)
@@ -169,7 +169,7 @@ def _resnet(sizes: Sizes) -> Any:
 
 
 def _two_towers(sizes: Sizes) -> Any:
-    """Embeddings of pairs of texts, by a network each; two unit vectors for each pair."""
+    """Make a model that embeds each text of a pair by its own network, as a unit vector."""
 
     def tower(ids: Any) -> Any:
         h = layers.Embedding(sizes.vocabulary, sizes.width)(ids)
@@ -183,14 +183,14 @@ def _two_towers(sizes: Sizes) -> Any:
 
 
 def _contrastive(y_true: Any, pair: Any) -> Any:
-    """Return the cross-entropy of each query's document among those of the batch."""
+    """Return each query's cross-entropy of finding its document among those of the batch."""
     scores = ops.matmul(pair[:, 0], ops.transpose(pair[:, 1])) / 0.07
-    own = ops.arange(ops.shape(scores)[0])
-    return keras.losses.sparse_categorical_crossentropy(own, scores, from_logits=True)
+    labels = ops.arange(ops.shape(scores)[0])
+    return keras.losses.sparse_categorical_crossentropy(labels, scores, from_logits=True)
 
 
 def _as_tokens(data: Callable[[int], Any], has_segments: bool = False) -> Callable[[int], Any]:
-    """Return data as the text models of KerasHub take it."""
+    """Convert the data of a function to the inputs of KerasHub's text models."""
 
     def make(rows: int) -> tuple[Any, Any]:
         ids, targets = data(rows)
@@ -202,7 +202,7 @@ def _as_tokens(data: Callable[[int], Any], has_segments: bool = False) -> Callab
 
 _SENTENCES = random_data(64, below=1000, targets=(64,), classes=1000)
 _SGD = keras.optimizers.SGD
-_MADE = (
+_CASES = (
     Case(_dense, keras.optimizers.Adam, random_data(1024), 16),
     Case(_convolutional, keras.optimizers.Adam, random_data(32, 32, 3), 8),
     Case(_transformer, keras.optimizers.AdamW, _SENTENCES, 4),
@@ -211,4 +211,4 @@ _MADE = (
     Case(_tiny, keras.optimizers.Adam, random_data(8), 8),
     *trained_cases(Sizes()),
 )
-CASES = dict(zip(NAMES, _MADE, strict=True))
+CASES = dict(zip(NAMES, _CASES, strict=True))

@@ -1,7 +1,7 @@
-"""Measure time and memory of every way to train, side by side, and stop when the time is up.
+"""Measure time and memory of every way to train, within a time limit.
 
-Times of one model are measured in one process, in turns, so that other load on the machine affects
-all ways equally; memory is measured in one process per way.
+Times of a model are measured in one process, in turns, so that other load on the machine affects
+all ways equally. Memory is measured in one process per way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ga_model.tools._memory import give_back_freed_memory, peak_memory, reset_pe
 from ga_model.tools._process import in_own_process, on_cpu, prepare
 
 _MOST_ROUNDS = 20
-_FEWEST = 4  # microbatches of a way in a round
+_MIN_MICROBATCHES = 4  # microbatches per setup and round
 
 SMALL = "small batches"
 FULL = "full batch"
@@ -37,7 +37,7 @@ WAYS = (SMALL, FULL, KERAS, HAND, STEPS, SIZE, RECOMPUTING)
 
 
 class Setup(NamedTuple):
-    """A model of `CASES`, and a way of `WAYS` with its microbatches per update; `SMALL` has one."""
+    """A model of `CASES` and a way of `WAYS` to train it; `SMALL` has one microbatch per update."""
 
     model: str
     jit_compile: bool
@@ -46,24 +46,24 @@ class Setup(NamedTuple):
 
     @property
     def is_window(self) -> bool:
-        """Whether each batch is a window of microbatches."""
+        """Whether each batch is a whole window."""
         return self.way in (FULL, SIZE, RECOMPUTING)
 
 
 @dataclasses.dataclass
 class Result:
-    """The measurements of a setup in the time that was left."""
+    """The measurements of a setup. Those that there was no time for are missing."""
 
-    # In each round. The last round may have ended before its turn.
+    # One per round. The last round may have ended before this setup's turn.
     seconds_per_sample: list[float] = dataclasses.field(default_factory=list)
-    # With tracing and compiling, except for what another number of microbatches has traced.
+    # Includes tracing and compiling, unless a setup with other microbatches has traced the same.
     seconds_of_first_call: float | None = None
-    # What making the model and training it added.
+    # What creating and training the model adds to the peak.
     bytes_of_peak_memory: int | None = None
 
 
 def setups(model: str, jit_compile: bool, num_microbatches: Sequence[int]) -> list[Setup]:
-    """Return all different ways to train a model, those that others are compared with first."""
+    """Return all setups of a model, the references before what is compared with them."""
     ways = {number: WAYS[4:] if number == 1 else WAYS[1:] for number in num_microbatches}
     pairs = [(SMALL, 1), *((way, number) for number in ways for way in ways[number])]
     return [Setup(model, jit_compile, *pair) for pair in pairs]
@@ -75,10 +75,10 @@ def measure(
     jit_compile: Sequence[bool],
     seconds: float,
 ) -> dict[Setup, Result]:
-    """Measure all combinations, or as many of them as there is time for.
+    """Measure all combinations, or as many as there is time for.
 
     Memory gets up to half of the time, with the most microbatches and the first of `jit_compile`;
-    the models get equal shares of the rest. When the time is up, the step that runs is finished.
+    the models get equal shares of the rest. When the time is up, the running step is finished.
     """
     end = time.monotonic() + seconds
     pairs = list(itertools.product(models, jit_compile))
@@ -97,24 +97,24 @@ def measure(
         share = (end - time.monotonic()) / (len(pairs) - i)
         if share > 0:
             name = f"time: {model}{', XLA' if jit else ''}"
-            found = _run(name, measure_times, setups(model, jit, num_microbatches), share)
-            for setup, (first_call, per_sample) in found.items():
+            measured = _run(name, measure_times, setups(model, jit, num_microbatches), share)
+            for setup, (first_call, per_sample) in measured.items():
                 results[setup].seconds_of_first_call = first_call
                 results[setup].seconds_per_sample = per_sample
     return results
 
 
 def _run(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    print(f"{name}\n", end="", file=sys.stderr, flush=True)  # at once, as others write, too
+    print(f"{name}\n", end="", file=sys.stderr, flush=True)  # one write: other threads write, too
     return in_own_process(name, function, *args)
 
 
 @on_cpu()
 def measure_memory(setup: Setup) -> int:
-    """Return the bytes that two windows add to the peak of this process.
+    """Return the bytes that the model and two windows add to the peak memory of this process.
 
-    The second window has all state from its beginning on. Nothing else may have run in the process;
-    a small model is trained first, so that the backend's own memory is not counted.
+    In the second window, all state exists from the start. Run this in a fresh process. A small
+    model is trained first, so that the backend's own memory is not counted.
     """
     give_back_freed_memory()
     Training(Setup("tiny", setup.jit_compile, SMALL, 1)).run(1)
@@ -128,10 +128,10 @@ def measure_memory(setup: Setup) -> int:
 def measure_times(
     setups: Sequence[Setup], seconds: float
 ) -> dict[Setup, tuple[float, list[float]]]:
-    """Return the seconds of the first call, and per sample in each round.
+    """Return, for each setup, the seconds of the first call, and per sample in each round.
 
-    Rounds follow each other until the time is up or there are enough. A round trains each setup on
-    whole windows, of four microbatches or more.
+    Rounds are run until the time is up or there are enough. A round trains each setup on whole
+    windows of at least four microbatches in total.
     """
     end = time.monotonic() + seconds
     Training(Setup("tiny", setups[0].jit_compile, SMALL, 1)).run(1)  # starts the backend
@@ -140,7 +140,7 @@ def measure_times(
     for setup in setups:
         if time.monotonic() >= end:
             break
-        # One model serves all numbers of microbatches, unless its functions contain the number.
+        # Numbers of microbatches share one model, unless its functions contain the number.
         same = [t for s, t in trainings.items() if s.way == setup.way not in (KERAS, HAND)]
         training = Training(setup, *same[:1])
         in_one_call = setup.microbatches if setup.is_window else 1
@@ -150,19 +150,19 @@ def measure_times(
     for _, setup in itertools.product(range(1 + _MOST_ROUNDS), trainings):
         if time.monotonic() >= end:
             break
-        microbatches = -(-_FEWEST // setup.microbatches) * setup.microbatches
+        microbatches = -(-_MIN_MICROBATCHES // setup.microbatches) * setup.microbatches
         seconds_taken = trainings[setup].run(microbatches)
         taken[setup][1].append(seconds_taken / (microbatches * CASES[setup.model].rows))
     if all(len(per_sample) > 1 for _, per_sample in taken.values()):
         for _, per_sample in taken.values():
-            del per_sample[0]  # TensorFlow optimizes functions again when others were made since
+            del per_sample[0]  # TensorFlow re-optimizes functions if others were traced since
     return taken
 
 
 class Training:
-    """Trains a model by a setup, on the same samples again and again.
+    """The training of a setup's model, repeatedly on the same batch.
 
-    It uses the model and function of `like`, a training of the same model and way.
+    It reuses the model and function of `like`, a training of the same model and way.
     """
 
     def __init__(self, setup: Setup, like: Training | None = None) -> None:
@@ -181,7 +181,7 @@ class Training:
             self._function = self.model.train_function
 
     def run(self, microbatches: int) -> float:
-        """Train on a number of microbatches that makes whole windows; return the seconds taken."""
+        """Train on a number of microbatches that makes whole windows, and return the seconds."""
         way, number = self._setup[2:]
         if way == STEPS:
             self.model.accumulation_steps = number
@@ -192,7 +192,7 @@ class Training:
 
 
 def _repeated(samples: tuple[Any, Any]) -> Any:
-    """Return data for a model's train function that repeats the same batch."""
+    """Return an endless dataset of the same batch for a model's train function."""
     if keras.backend.backend() == "torch":
         return [keras.tree.map_structure(keras.ops.convert_to_tensor, samples)]
     import tensorflow as tf

@@ -1,4 +1,4 @@
-"""Report the measurements of `_measure` in percent: tables and a figure."""
+"""Report the measurements of `_measure` as ratios in percent, in tables and a figure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ second time with XLA, and what no time was left for (pass more --minutes)."""
 
 
 class Ratio(NamedTuple):
-    """A ratio of times: the median over rounds, and half of the interquartile range."""
+    """A ratio of times: the median over rounds, and half the interquartile range."""
 
     median: float
     spread: float
@@ -44,7 +44,7 @@ def time_ratio(results: Mapping[Setup, Result], setup: Setup, against: str = SMA
     """Return the time per sample against `SMALL` or `FULL`, or None if no round has both."""
     number = 1 if against == SMALL else setup.microbatches
     reference = results.get(setup._replace(way=against, microbatches=number))
-    if reference is None:  # of one microbatch, which is the full batch
+    if reference is None:  # with one microbatch, the full batch is `SMALL`
         return time_ratio(results, setup)
     times = zip(results[setup].seconds_per_sample, reference.seconds_per_sample)
     ratios = [seconds / of_reference for seconds, of_reference in times]
@@ -55,15 +55,15 @@ def time_ratio(results: Mapping[Setup, Result], setup: Setup, against: str = SMA
 
 
 def memory_ratio(results: Mapping[Setup, Result], setup: Setup) -> float | None:
-    """Return the peak memory against that of the full batch, or None if it is not known."""
+    """Return the peak memory relative to the full batch, or None if it was not measured."""
     sizes = {s: result.bytes_of_peak_memory for s, result in results.items()}
-    of_full = [size for s, size in sizes.items() if s[:3] == (*setup[:2], FULL) and size]
+    full_sizes = [size for s, size in sizes.items() if s[:3] == (*setup[:2], FULL) and size]
     size = sizes[setup]
-    return size / of_full[0] if size is not None and of_full else None
+    return size / full_sizes[0] if size is not None and full_sizes else None
 
 
 def tables(results: Mapping[Setup, Result]) -> str:
-    """Return a table for each model, with XLA and without, and what the words mean."""
+    """Return a table for each model, with XLA and without, followed by explanations."""
     parts = []
     for (model, jit), group in itertools.groupby(results, lambda setup: setup[:2]):
         rows, rounds = [], 0
@@ -90,7 +90,7 @@ def _on(jit_compile: bool) -> str:
 
 
 def draw(results: Mapping[Setup, Result]) -> Any:
-    """Return a `matplotlib.figure.Figure`: a column for each model; times, and below them memory.
+    """Return a `matplotlib.figure.Figure` with a column per model: times above, memory below.
 
     It shows the measurements with the most microbatches.
     """
@@ -113,5 +113,5 @@ def draw(results: Mapping[Setup, Result]) -> Any:
         axes[row, column].set(title=title, xlabel="time, in % of small batches")
         axes[-1, column].set(title=setup.model, xlabel="memory, in % of the full batch")
     axes[0, 0].set_yticks(range(len(WAYS)), WAYS)
-    axes[0, 0].invert_yaxis()  # shared by all
+    axes[0, 0].invert_yaxis()  # all axes share it
     return figure

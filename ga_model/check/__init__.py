@@ -1,4 +1,4 @@
 """`check_equivalence`: train with plain Keras and with accumulation, compare, explain differences.
 
-May import the first level of the package and the rooms below it.
+May import the modules at the top level of the package, and what those may import.
 """

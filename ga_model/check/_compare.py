@@ -1,4 +1,4 @@
-"""Check on a user's own model whether accumulation makes the updates of the full batch."""
+"""Train a user's model with plain Keras and with accumulation, compare, and restore it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from ga_model.core.of_user import others_of_user
 from ga_model.core.proof.windows import rounded
 from ga_model.tools._difference import change, relative_differences
 
-# The attributes of a model that accumulation sets, or that were traced with its settings.
+# Attributes of a model that accumulation sets, or that were traced with its settings.
 _OF_TRAINING = ("_accumulation", "train_function")
 
-# The distance of 1 from the next larger number.
+# Machine epsilon: the distance from 1 to the next larger number.
 _ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
@@ -50,31 +50,31 @@ def check_equivalence(
 ) -> EquivalenceReport:
     """Compare accumulation with the full batch, on your own model and a few samples.
 
-    Trains the model with `fit` from its current weights: first with plain Keras on full batches,
-    then with accumulation on the same samples in the same order. It compares all weights and the
-    state of all optimizers. To measure how much of a difference is rounding, it trains plain Keras
-    on full batches again, from weights with an added rounding error.
+    The model trains with `fit` from its current weights: first with plain Keras on full batches,
+    then with accumulation on the same samples in the same order. All weights and the state of all
+    optimizers are compared. To measure how much of a difference is rounding, plain Keras trains on
+    full batches once more, from weights with an added rounding error.
 
     Afterwards, weights, optimizers, metrics, random state, settings and all other variables of the
-    step are restored, and numbers, arrays, lists and dicts in attributes of the model, its layers
-    and objects of the same packages. A model that was not built yet is built, as by a first batch.
-    Not restored are other Python objects that training changes, and in eager mode the state of
-    TensorFlow's own random operations. The model need not be an `AccumulatingModel`, and does not
-    become one.
+    step are restored, as are numbers, arrays, lists and dicts in attributes of the model, its
+    layers, your own losses and metrics, and objects from the same packages. A model that was not
+    built is built, as by a first batch. Not restored are other Python objects that training
+    changes, and in eager mode the state of TensorFlow's own random operations. The model need not
+    be an `AccumulatingModel`, and does not become one.
 
-    For the comparison, `Dropout` layers drop the same units of every sample in all three trainings,
-    and other random layers of Keras are switched off; the report names them.
+    For the comparison, `Dropout` layers drop the same units for every sample in all three
+    trainings, and other random layers of Keras are switched off; the report names them.
 
     Args:
         model: a compiled `keras.Model`.
         x, y, sample_weight: samples, as you pass them to `fit`: arrays, tensors, pandas objects, or
             nested structures of them, with samples on axis 0. No datasets or generators. The first
-            `batch_size * accumulation_steps * updates` samples are used. With fewer, the last
-            window is partial.
+            `batch_size * accumulation_steps * updates` samples are used. If there are fewer, the
+            last window is partial.
         batch_size: samples per batch of `fit`.
         accumulation_steps: batches per window, an integer >= 1. None is 1. By default, the model's
             setting.
-        microbatch_size: samples per microbatch, an integer >= 1. None keeps batches whole. By
+        microbatch_size: samples per microbatch, an integer >= 1. None does not split batches. By
             default, the model's setting.
         loss_over: "auto", "microbatch" or "batch". None is "auto". By default, the model's setting.
         updates: number of updates to compare, an integer >= 1.
@@ -108,22 +108,22 @@ def check_equivalence(
 
 def compare(model: Any, plan: Plan) -> EquivalenceReport:
     """Train a model by a plan, compare, and restore it: see `check_equivalence`."""
-    said: list[str] = []  # warnings of accumulation go into the report
+    reported: list[str] = []  # warnings of accumulation, which go into the report
     with (
-        _other_warnings_than(said),
-        _left_as_it_was(model, plan),
+        _warnings_except(reported),
+        _as_plain_keras_model(model, plan),
         shared_randomness(model) as randomness,
     ):
         state = _State(model)
         try:
-            return _compared(model, plan, state, randomness, said)
+            return _train_and_compare(model, plan, state, randomness, reported)
         finally:
             state.restore()
 
 
 @contextlib.contextmanager
-def _other_warnings_than(said: list[str]) -> Iterator[None]:
-    """Pass warnings on after a block, once each, except those listed by then."""
+def _warnings_except(reported: list[str]) -> Iterator[None]:
+    """Give the warnings of a block after it, each once, except those in `reported` by then."""
     caught: list[warnings.WarningMessage] = []
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -131,32 +131,32 @@ def _other_warnings_than(said: list[str]) -> Iterator[None]:
             yield
     finally:
         for text, warning in {str(w.message): w for w in caught}.items():
-            if text not in said:
+            if text not in reported:
                 warnings.warn_explicit(
                     warning.message, warning.category, warning.filename, warning.lineno
                 )
 
 
-def _compared(
-    model: Any, plan: Plan, state: _State, randomness: Randomness, said: list[str]
+def _train_and_compare(
+    model: Any, plan: Plan, state: _State, randomness: Randomness, reported: list[str]
 ) -> EquivalenceReport:
-    drawn = _num_drawn()
+    seed_before = _seed_state()
     _fit(model, plan, plan.window_rows)
-    if _num_drawn() != drawn:
+    if _seed_state() != seed_before:
         randomness.left.append(model.name)
-    whole, start = state.read(), state.values
+    full, start = state.read(), state.values
     state.restore()
     _add_rounding_errors(model)
-    rounded = state.read()
+    perturbed = state.read()
     _fit(model, plan, plan.window_rows)
-    rounding = relative_differences(state.read(), rounded, whole, start)
+    roundings = relative_differences(state.read(), perturbed, full, start)
     state.restore()
     accumulate(model, **dataclasses.asdict(plan.settings))
     _fit(model, plan, plan.batch_size)
-    differences = relative_differences(state.read(), start, whole, start)
-    said += sorted(model._accumulation.warnings)
+    differences = relative_differences(state.read(), start, full, start)
+    reported += sorted(model._accumulation.warnings)
     weights = {id(v) for v in model.weights}
-    lowest = functools.reduce(_coarser, _compute_dtypes(model).values(), "float64")
+    coarsest = functools.reduce(_coarser, _compute_dtypes(model).values(), "float64")
     report = EquivalenceReport(
         batch_size=plan.batch_size,
         accumulation_steps=plan.settings.accumulation_steps,
@@ -167,27 +167,27 @@ def _compared(
         variables=[
             VariableDifference(
                 path=path,
-                dtype=_coarser(str(variable.dtype), lowest),
+                dtype=_coarser(str(variable.dtype), coarsest),
                 size=math.prod(variable.shape),
                 is_moved_weight=id(variable) in weights and bool(np.any(value != before)),
                 difference=difference,
-                rounding=by_rounding,
+                rounding=rounding,
             )
-            for (path, variable), value, before, difference, by_rounding in zip(
-                state.compared, whole, start, differences, rounding
+            for (path, variable), value, before, difference, rounding in zip(
+                state.compared, full, start, differences, roundings
             )
         ],
-        is_finite=all(np.isfinite(change(*pair)).all() for pair in zip(whole, start)),
+        is_finite=all(np.isfinite(change(*pair)).all() for pair in zip(full, start)),
         random_layers=randomness,
-        reasons=list(said),
+        reasons=list(reported),
     )
     if report.equivalent:
         return report
     return report._replace(reasons=_diagnosis.reasons(model, report))
 
 
-def _num_drawn() -> Any:
-    """Return a value that changes when `keras.random` draws without a seed."""
+def _seed_state() -> Any:
+    """Return a value that changes whenever `keras.random` draws without a seed."""
     seed = global_seed()
     return None if seed is None else _value_of(seed.state).tolist()
 
@@ -199,14 +199,14 @@ def _fit(model: Any, plan: Plan, batch_size: int) -> None:
 
 
 class _State:
-    """The state that each training starts from: variables, and the Python state of a model.
+    """The state that each training starts from: variables, and the Python state of the model.
 
-    On TensorFlow also all other variables of the process, which the step may use. Random state
-    outside variables is not restored.
+    On TensorFlow it includes all other variables of the process, as the step may use them. Random
+    state outside of variables is not included.
 
     Attributes:
-        compared: paths and variables, of weights and of optimizers.
-        values: their values at the start.
+        compared: pairs of path and variable, for weights and optimizer variables.
+        values: the values of these variables at the start.
     """
 
     def __init__(self, model: Any) -> None:
@@ -218,19 +218,19 @@ class _State:
         self.compared = list(compared.values())
         self.values = self.read()
         others = [v for v in (*model.variables, *model.metrics_variables) if id(v) not in compared]
-        self._begin = [(v, value) for (_, v), value in zip(self.compared, self.values)]
-        self._begin += [(v, _value_of(v)) for v in unique(others)]
+        self._start = [(v, value) for (_, v), value in zip(self.compared, self.values)]
+        self._start += [(v, _value_of(v)) for v in unique(others)]
         if keras.backend.backend() == "tensorflow":
             from ga_model.backends.tensorflow.state import other_variables
 
-            self._other_variables = other_variables([v for v, _ in self._begin])
+            self._other_variables = other_variables([v for v, _ in self._start])
         self._python = Attributes([*layers_in(model), *others_of_user(model)], has_arrays=True)
 
     def read(self) -> list[Any]:
         return [_value_of(v) for _, v in self.compared]
 
     def restore(self) -> None:
-        for variable, value in self._begin:
+        for variable, value in self._start:
             variable.assign(value)
         if keras.backend.backend() == "tensorflow":
             self._other_variables.put_back()
@@ -246,12 +246,12 @@ def _path(optimizer: Any, variable: Any) -> str:
 
 
 @contextlib.contextmanager
-def _left_as_it_was(model: Any, plan: Plan) -> Iterator[None]:
-    """Build a model and make it a plain Keras model in a block; then undo all but the building."""
+def _as_plain_keras_model(model: Any, plan: Plan) -> Iterator[None]:
+    """Build a model and make it a plain Keras model for a block; then undo all but the build."""
     attributes, model_class = vars(model), type(model)
     kept = {name: attributes.pop(name) for name in _OF_TRAINING if name in attributes}
     attributes["train_function"] = None
-    strategy = getattr(model, "distribute_strategy", None)  # on TensorFlow
+    strategy = getattr(model, "distribute_strategy", None)  # TensorFlow only
     try:
         with contextlib.nullcontext() if strategy is None else strategy.scope():
             backend = Backend(model)
@@ -263,7 +263,7 @@ def _left_as_it_was(model: Any, plan: Plan) -> Iterator[None]:
             try:
                 yield
             finally:
-                # `model.__class__` of a wrapped model is the class that it had before.
+                # Assigning `model.__class__` fails, as it is a property if the model is wrapped.
                 object.__dict__["__class__"].__set__(model, model_class)
                 state.put_back()
     finally:
@@ -273,11 +273,11 @@ def _left_as_it_was(model: Any, plan: Plan) -> Iterator[None]:
 
 
 def _build(model: Any, backend: Backend, data: Any) -> None:
-    """Create all variables, without a training step."""
+    """Create all variables of a model and its optimizers, without a training step."""
     data = keras.tree.map_structure(_as_tensor, data)
     backend.build(keras.utils.pack_x_y_sample_weight(*data))
     if keras.backend.backend() == "tensorflow" and backend.traces:
-        return  # a trace has built what it uses
+        return  # the trace has built all that the step uses
     if not model.built:
         with contextlib.suppress(NotImplementedError):  # a model without `call`
             model(data[0])
@@ -292,7 +292,7 @@ def _build(model: Any, backend: Backend, data: Any) -> None:
 
 
 def _as_tensor(array: Any) -> Any:
-    """Return an array as Keras converts it: floating-point numbers to its `floatx`."""
+    """Convert an array to a tensor as Keras does: floating-point numbers to `floatx`."""
     if array is None or keras.ops.is_tensor(array):
         return array
     array = np.asarray(array)
@@ -301,14 +301,14 @@ def _as_tensor(array: Any) -> Any:
 
 
 def _value_of(variable: Any) -> Any:
-    """Return a copy of the value of a variable."""
+    """Return a copy of a variable's value as a NumPy array."""
     return np.array(keras.ops.convert_to_numpy(variable))
 
 
 def _add_rounding_errors(model: Any) -> None:
-    """Add a rounding error to every weight, also to frozen ones, up or down.
+    """Add a rounding error, up or down, to every weight, frozen ones included.
 
-    It is that of the dtype that the weight's layer computes in.
+    Its size is that of the dtype in which the weight's layer computes.
     """
     computed_in = _compute_dtypes(model)
     generator = np.random.default_rng(0)
@@ -319,14 +319,14 @@ def _add_rounding_errors(model: Any) -> None:
 
 
 def _compute_dtypes(model: Any) -> dict[int, str]:
-    """Return the compute dtype of each weight's layer, by the id of the weight."""
+    """Return the compute dtype of each weight's layer, by id of the weight."""
     computed_in = {}
-    for layer in layers_in(model):  # the layers of a layer follow it
+    for layer in layers_in(model):  # sublayers follow, and overwrite the dtype of their weights
         computed_in.update({id(v): layer.compute_dtype for v in layer.weights})
     return computed_in
 
 
 def _coarser(dtype: str, other: str) -> str:
-    """Return the dtype that rounds more, or `dtype` if that does not round, such as int64."""
+    """Return the less precise of two dtypes, or `dtype` if it does not round, such as int64."""
     rounds_more = dtype in _ROUNDING and _ROUNDING.get(other, 0.0) > _ROUNDING[dtype]
     return other if rounds_more else dtype

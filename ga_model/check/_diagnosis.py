@@ -1,4 +1,4 @@
-"""Say why accumulation differs from the full batch, if no warning has."""
+"""Explain why accumulation differs from the full batch, beyond the warnings of accumulation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ga_model.check._equivalence_report import EquivalenceReport
 
 
 def reasons(model: Any, report: EquivalenceReport) -> list[str]:
-    """Return sentences that say why the trainings of a report differ, its warnings first."""
-    found = [*report.reasons, *_of_structure(model, report)]
-    if found or not report.is_finite:
-        return found
+    """Return sentences on why the trainings of a report differ, the warnings first."""
+    sentences = [*report.reasons, *_structural_reasons(model, report)]
+    if sentences or not report.is_finite:
+        return sentences
     if model._has_rule():
         return [
             "The model has a `microbatch_weight` of its own, with which nothing is tried. If you "
@@ -28,39 +28,39 @@ def reasons(model: Any, report: EquivalenceReport) -> list[str]:
     ]
 
 
-def _of_structure(model: Any, report: EquivalenceReport) -> list[str]:
-    found = []
+def _structural_reasons(model: Any, report: EquivalenceReport) -> list[str]:
+    sentences = []
     if report.random_layers.left:
-        found.append(
+        sentences.append(
             f"The layers {report.random_layers.left} draw random numbers that two trainings cannot "
             "share. For the check, set their noise to zero, or let their `call` take `training` "
             "and draw only if it is True."
         )
     if not any(variable.is_moved_weight for variable in report.variables):
-        found.append(
+        sentences.append(
             "The full batch changes no weight, so there is nothing to compare. Use a larger "
             "learning rate, unfreeze a layer, or compare more updates."
         )
     elif report.is_finite and report.verdict == "undecided" and not report.random_layers.left:
-        is_on_others = keras.backend.backend() != "tensorflow"
-        more_exact = _ON_TENSORFLOW if is_on_others else _IN_FLOAT64
-        found.append(
-            f"Rounding alone changes the result of plain Keras by as much. {more_exact} If that "
+        lacks_float64 = keras.backend.backend() != "tensorflow"
+        advice = _ON_TENSORFLOW if lacks_float64 else _IN_FLOAT64
+        sentences.append(
+            f"Rounding alone changes the result of plain Keras by as much. {advice} If that "
             "does not help, the step draws random numbers without a `keras.random.SeedGenerator`."
         )
     differing = {variable.path for variable in report.variables if not variable.is_equal}
-    changing = [
+    writing = [
         layer.name
         for layer in layers_in(model, include_self=False)
         if any(variable.path in differing for variable in layer.non_trainable_weights)
         and not isinstance(layer, keras.layers.BatchNormalization)
     ]
-    if changing and report.verdict == "different":
-        found.append(
-            f"The layers {changing} write to their weights in every forward pass: "
+    if writing and report.verdict == "different":
+        sentences.append(
+            f"The layers {writing} write to their weights in every forward pass: "
             "once per microbatch, but only once on the full batch."
         )
-    return found
+    return sentences
 
 
 _IN_FLOAT64 = (

@@ -1,4 +1,4 @@
-"""The report of `check_equivalence`: its verdict, as text and as data."""
+"""The report of `check_equivalence`: the verdict, text, HTML, and plain data."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any, NamedTuple
 from ga_model.check._randomness import Randomness
 from ga_model.tools._table import text_table
 
-# The relative difference that counts as equal unless rounding makes a larger one. The models of
-# tests/check/test_check.py that decompose have at most 2.9e-5 in float32.
+# The relative difference that counts as equal, unless rounding makes a larger one. The models of
+# tests/check/test_check.py whose losses are additive have at most 2.9e-5 in float32.
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}
 
-# How many times the difference from a rounding error in each start weight counts as equal.
+# The tolerance as a multiple of the difference that rounding errors in the start weights make.
 _MARGIN = 10.0
 
 # A variable with a larger tolerance cannot be compared: rounding alone moves it.
 _MOST = {"float64": 1e-2, "float32": 1e-2, "float16": 0.1, "bfloat16": 0.1}
 
-# The share of the entries of weights that training moves that must be compared.
-_SHARE_TOLD = 0.9
+# For a verdict, the share of entries that must be comparable, among weights that training moves.
+_COMPARABLE_SHARE = 0.9
 
 
 class VariableDifference(NamedTuple):
-    """How far one variable is from its value after training with the full batch.
+    """The difference of one variable from its value after training with the full batch.
 
     Attributes:
-        path: of the variable; of an optimizer's, behind the optimizer's name.
-        dtype: what it is computed in, that of its layer; of an optimizer's, its own.
-        size: number of its entries.
-        is_moved_weight: whether it is a weight of the model that the full batch has changed.
-        difference: ||w - w_whole|| / ||w_whole - w_start||, with accumulation: 1 is as large as
-            the whole change of the variable.
-        rounding: the same of a training on full batches whose start weights have a rounding error.
+        path: path of the variable; for an optimizer's variable, after the optimizer's name.
+        dtype: its dtype, or the least precise compute dtype of the model if that rounds more.
+        size: number of entries.
+        is_moved_weight: whether the variable is a weight that training on the full batch changes.
+        difference: ||w - w_full|| / ||w_full - w_start||, where w is trained with accumulation: 1
+            is as large as the whole change of the variable.
+        rounding: the same for full batches and start weights with an added rounding error.
     """
 
     path: str
@@ -46,7 +46,7 @@ class VariableDifference(NamedTuple):
 
     @property
     def tolerance(self) -> float:
-        """The largest difference that counts as equal; infinite if rounding hides everything."""
+        """The largest difference that counts as equal; infinite if rounding alone is as large."""
         if "int" in self.dtype or self.dtype == "bool":
             return 0.0
         rounding = math.inf if math.isnan(self.rounding) else self.rounding
@@ -55,7 +55,7 @@ class VariableDifference(NamedTuple):
 
     @property
     def is_equal(self) -> bool:
-        """Whether the difference is within the tolerance. NaN is not."""
+        """Whether the difference is within the tolerance. False for NaN."""
         return self.difference <= self.tolerance
 
     @property
@@ -67,16 +67,16 @@ class VariableDifference(NamedTuple):
 class EquivalenceReport(NamedTuple):
     """Whether accumulation made the updates of plain Keras on the full batch.
 
-    `str(report)` is a text with a table of the variables that differ most, which notebooks show as
-    HTML. `report.to_dict()` returns everything as plain Python values, and
-    `report.assert_equivalent()` is for tests.
+    `str(report)` is a text with a table of the variables that differ most; notebooks show it as
+    HTML. `report.to_dict()` returns everything as plain Python values. Use
+    `report.assert_equivalent()` in tests.
 
     Attributes:
-        batch_size, accumulation_steps, microbatch_size, loss_over: the settings compared.
+        batch_size, accumulation_steps, microbatch_size, loss_over: the settings that were checked.
         updates: number of windows. Each makes an update, unless the optimizer skips it.
         samples: number of samples used.
-        variables: a `VariableDifference` for each weight and each variable of an optimizer.
-        is_finite: whether the full batch gave finite weights.
+        variables: a `VariableDifference` for each weight and each optimizer variable.
+        is_finite: whether training on the full batch gave finite values.
         random_layers: how layers that draw random numbers were handled.
         reasons: sentences that say why the trainings differ. If they do not differ, the warnings of
             accumulation.
@@ -107,22 +107,22 @@ class EquivalenceReport(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """One of "equivalent", "different" and "undecided".
+        """The verdict: "equivalent", "different" or "undecided".
 
-        Undecided if rounding alone, or random numbers that cannot be shared, make trainings differ.
-        Up to half of the variables that the full batch changes may be undecided, if they have at
-        most a tenth of the entries.
+        It is undecided if rounding alone, or random numbers that cannot be shared, make trainings
+        differ, or if weights are not finite or do not change. Of the weights that the full batch
+        changes, up to half, with at most a tenth of the entries, may be impossible to compare.
         """
         if not self.is_finite:
             return "undecided"
         if any(v.is_told and not v.is_equal for v in self.variables):
             return "undecided" if self.random_layers.left else "different"
         moved = [v for v in self.variables if v.is_moved_weight]
-        told = [v for v in moved if v.is_told]
-        is_told = 2 * len(told) >= len(moved) and (
-            sum(v.size for v in told) >= _SHARE_TOLD * sum(v.size for v in moved)
+        comparable = [v for v in moved if v.is_told]
+        is_conclusive = 2 * len(comparable) >= len(moved) and (
+            sum(v.size for v in comparable) >= _COMPARABLE_SHARE * sum(v.size for v in moved)
         )
-        return "equivalent" if moved and is_told else "undecided"
+        return "equivalent" if moved and is_conclusive else "undecided"
 
     @property
     def equivalent(self) -> bool:
@@ -131,7 +131,7 @@ class EquivalenceReport(NamedTuple):
 
     @property
     def worst(self) -> list[VariableDifference]:
-        """The variables, those that exceed their tolerance most first."""
+        """The variables, sorted by how far they exceed their tolerance, largest first."""
 
         def excess(variable: VariableDifference) -> float:
             if not variable.is_told or not variable.difference:
@@ -142,14 +142,14 @@ class EquivalenceReport(NamedTuple):
         return sorted(self.variables, key=excess, reverse=True)
 
     def assert_equivalent(self) -> None:
-        """Raise AssertionError with the report as its message unless the verdict is equivalent."""
+        """Raise AssertionError with the report as message, unless the verdict is "equivalent"."""
         if not self.equivalent:
             raise AssertionError(str(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report in plain Python values, the worst variables first.
+        """Return the report as plain Python values, the worst variables first.
 
-        `tolerance` and `is_equal` of a variable that cannot be compared are None. Numbers that are
+        `tolerance` and `is_equal` are None for a variable that cannot be compared. Numbers that are
         not finite are strings.
         """
         return {
@@ -204,17 +204,17 @@ class EquivalenceReport(NamedTuple):
             settings += f", loss_over={self.loss_over!r}"
         number = "1 update" if self.updates == 1 else f"{self.updates} updates"
         worst = next((v for v in self.worst if v.is_told), None)
-        found = (
+        finding = (
             "the check cannot tell whether the weights equal those of the full batch in plain Keras"
         )
         if self.verdict != "undecided" and worst is not None:
             equal = "equal" if self.equivalent else "differ from"
-            found = (
+            finding = (
                 f"the weights {equal} those of the full batch in plain Keras. The largest relative "
                 f"difference is {worst.difference:.1e} (1 = as large as the whole change of the "
                 f"weights), in {worst.path}, where up to {worst.tolerance:.1e} counts as equal"
             )
-        return f"{self.verdict.capitalize()}: after {number} with {settings}, {found}."
+        return f"{self.verdict.capitalize()}: after {number} with {settings}, {finding}."
 
     def _rows(self) -> list[list[str]]:
         rows = []
@@ -227,8 +227,8 @@ class EquivalenceReport(NamedTuple):
     def _table(self) -> str:
         rows = self._rows()
         table = text_table(_HEADER, rows)
-        if others := len(self.variables) - len(rows):
-            table += f"\n... and {others} more variable{'' if others == 1 else 's'}"
+        if num_more := len(self.variables) - len(rows):
+            table += f"\n... and {num_more} more variable{'' if num_more == 1 else 's'}"
         return f"{table}\n{_SCALE}"
 
     def _remarks(self) -> list[str]:
@@ -250,10 +250,10 @@ class EquivalenceReport(NamedTuple):
                 "For the comparison, these layers ran without their random numbers, as in "
                 f"inference: {_list(off)}."
             )
-        untold = [v for v in self.variables if not v.is_told]
-        if untold and self.is_finite:
+        num_hidden = sum(not v.is_told for v in self.variables)
+        if num_hidden and self.is_finite:
             remarks.append(
-                f"{len(untold)} of {len(self.variables)} variables cannot be compared: rounding "
+                f"{num_hidden} of {len(self.variables)} variables cannot be compared: rounding "
                 "alone changes them about as much as training does, for example because their "
                 "exact gradient is zero."
             )

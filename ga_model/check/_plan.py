@@ -1,4 +1,4 @@
-"""Check the arguments of `check_equivalence`, and plan its trainings."""
+"""Validate the arguments of `check_equivalence`, and plan its trainings."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ga_model.core.models import optimizers_in
 class Plan(NamedTuple):
     """The samples and settings of a training with accumulation."""
 
-    data: tuple[Any, Any, Any]  # x, y and sample weight
-    rows: int  # samples in them
+    data: tuple[Any, Any, Any]  # x, y and sample weights
+    rows: int  # number of samples
     batch_size: int  # samples per batch of `fit` with accumulation
     settings: Settings  # of the training with accumulation
 
     @property
     def updates(self) -> int:
-        """Windows that the samples make."""
+        """Number of windows that the samples make."""
         return -(-self.rows // self.window_rows)
 
     @property
@@ -39,9 +39,9 @@ class Plan(NamedTuple):
 
 
 def make_plan(model: Any, data: Any, batch_size: Any, updates: Any, **settings: Any) -> Plan:
-    """Check the arguments of `check_equivalence`, and take the samples that are needed.
+    """Validate the arguments of `check_equivalence`, and take the samples that it needs.
 
-    Settings that are not given are the model's.
+    Settings default to those of the model.
     """
     check_model(model, "check_equivalence")
     if not model.compiled:

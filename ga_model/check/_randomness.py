@@ -14,17 +14,17 @@ from ga_model.base._internals import layers_in, takes_training
 from ga_model.base._method_patch import MethodPatch, without_training
 from ga_model.core.models import instances_in
 
-# Keras's names for the rate or width of a layer's noise. If all are zero, it draws nothing.
+# Keras's attributes for the rate or width of noise. If all are zero, a layer draws nothing.
 _RATES = ("rate", "stddev", "dropout", "recurrent_dropout")
 
 
 class Randomness(NamedTuple):
-    """The names of layers that draw random numbers in training, by how they are treated.
+    """The names of layers that draw random numbers in training, by how they were handled.
 
     Attributes:
-        shared: dropout layers that dropped the same units of every row.
-        off: layers that ran as they do outside training.
-        left: layers that drew numbers of their own.
+        shared: dropout layers that dropped the same units for every sample.
+        off: layers that ran in inference mode.
+        left: layers, or the model, that drew random numbers as usual.
     """
 
     shared: list[str]
@@ -34,12 +34,12 @@ class Randomness(NamedTuple):
 
 @contextlib.contextmanager
 def shared_randomness(model: Any) -> Iterator[Randomness]:
-    """Make random layers of a model independent of how rows are split into batches, if possible.
+    """Make random layers of a model independent of how samples are split, if possible.
 
-    Which random numbers a row gets depends on its place in its batch, and a microbatch is another
-    batch. So `Dropout` layers get one mask for all rows, the same in every batch. Keras's other
-    layers with a `SeedGenerator` are called with `training=False`. A layer of the user's own might
-    do more in training than draw numbers, and is left alone.
+    The random numbers of a sample depend on its position in its batch, and a microbatch is another
+    batch. So `Dropout` layers get one mask for all samples, the same in every batch. Keras's other
+    layers with a `SeedGenerator` are called with `training=False`. The user's own layers are left
+    as they are, because they may do more in training than draw numbers.
     """
     shared: list[Any] = []
     off: list[Any] = []
@@ -67,11 +67,11 @@ def _with_one_mask(layer: Any, seed: int) -> Callable[..., Any]:
     def call(inputs: Any, training: bool = False) -> Any:
         if not training:
             return inputs
-        given = (layer.noise_shape or (None,) * len(inputs.shape))[1:]
-        sizes = [1, *(a if b is None else b for a, b in zip(inputs.shape[1:], given))]
+        shape = (1, *(layer.noise_shape or (None,) * len(inputs.shape))[1:])
+        sizes = [1, *(a if b is None else b for a, b in zip(inputs.shape[1:], shape[1:]))]
         if None in sizes:
-            return keras.random.dropout(inputs, layer.rate, noise_shape=(1, *given), seed=seed)
-        # XLA draws others of the same seed, and does not compile all of a step that is split.
+            return keras.random.dropout(inputs, layer.rate, noise_shape=shape, seed=seed)
+        # By NumPy: XLA draws other numbers from the same seed, and split steps are partly compiled.
         is_kept = np.random.default_rng(seed).random(sizes) >= layer.rate
         return inputs * ops.cast(is_kept / max(1.0 - layer.rate, 1e-7), inputs.dtype)
 

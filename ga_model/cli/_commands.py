@@ -1,4 +1,4 @@
-"""Run the commands, once their arguments are read. Importing it takes long."""
+"""Run the commands on parsed arguments. Imports Keras, which is slow."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def demo(options: Namespace) -> int:
         )
     try:
         keras.optimizers.get(options.optimizer)
-    except Exception:  # one that needs arguments, or none of Keras's
+    except Exception:  # not an optimizer of Keras, or one that needs arguments
         raise CommandError(
             "--optimizer must be one of Keras's that need no arguments, such as adam or sgd. "
             f"Received: {options.optimizer!r}. Pass --optimizer adam, for example."
@@ -45,7 +45,7 @@ def demo(options: Namespace) -> int:
 
 
 def check(options: Namespace) -> int:
-    """Check a user's model."""
+    """Run the check on a user's model."""
     if options.dtype is not None:
         keras.config.set_floatx(options.dtype)
         keras.config.set_dtype_policy(options.dtype)
@@ -56,9 +56,9 @@ def check(options: Namespace) -> int:
             f"--dtype {options.dtype}, and a model in {model.variable_dtype}. Let the script leave "
             "the dtype to Keras, or leave the option out."
         )
-    given = {name: value for name, value in vars(options).items() if name in NAMES and value}
+    settings = {name: value for name, value in vars(options).items() if name in NAMES and value}
     try:
-        plan = make_plan(model, data, options.batch_size, options.updates, **given)
+        plan = make_plan(model, data, options.batch_size, options.updates, **settings)
     except (TypeError, ValueError, RuntimeError) as error:
         raise CommandError(_in_options(str(error))) from None
     report = _compare.compare(model, plan)
@@ -69,10 +69,10 @@ def check(options: Namespace) -> int:
 
 
 def _in_options(message: str) -> str:
-    """Replace Python's arguments in a message by the options of the command line."""
+    """Replace the arguments of `check_equivalence` in a message by command-line options."""
 
-    def option(found: re.Match[str]) -> str:
-        name, value = f"--{found[1].replace('_', '-')}", found[2]
+    def option(match: re.Match[str]) -> str:
+        name, value = f"--{match[1].replace('_', '-')}", match[2]
         return f"no {name}" if value == "None" else name if value is None else f"{name} {value}"
 
     names = f"batch_size|{'|'.join(NAMES)}"

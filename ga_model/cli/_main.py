@@ -1,7 +1,6 @@
-"""The command line. Every argument is checked before anything is trained.
+"""The entry point of the command line. All arguments are checked before any training.
 
-What takes long to import is imported by the command that needs it (`_commands`), so help is there
-at once.
+Slow imports are left to the commands (`_commands`), so `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from ga_model.tools._process import CommandError, start_tensorflow
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, with these arguments or those of `sys.argv`; return the exit status."""
+    """Run the command line with the arguments (default: `sys.argv`); return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = make_parser().parse_args(words or ["--help"])
     command = options.command
     try:
         backend = os.environ.get("KERAS_BACKEND") or "tensorflow"
         if backend == "tensorflow":
-            start_tensorflow()  # before anything else imports it
+            start_tensorflow()  # before another import of it prints messages
         elif backend not in ("torch", "jax") or (backend, command) == ("jax", "bench"):
             others = "" if command == "bench" else ", or jax"
             raise CommandError(
@@ -46,6 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CommandError as error:
         print(f"ga_model {command}: error: {error}", file=sys.stderr)
         return 2
-    except Exception:  # of the user's script, or a defect
+    except Exception:  # an error in the user's script, or a bug
         traceback.print_exc()
         return 2

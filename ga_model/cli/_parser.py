@@ -1,4 +1,4 @@
-"""The commands, their arguments and their help. Imports nothing that takes long."""
+"""The commands, their arguments and their help. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ga_model import __version__
 from ga_model.bench._names import NAMES, USUAL_NAMES
 from ga_model.demo._options import DATASETS, TOLERANCE, Settings
 
-# For each command: a line for the list of all, and the text before and after its options.
+# For each command: its line in the list of commands, and the text before and after its options.
 COMMANDS = {
     "demo": (
         "train one network with and without accumulation, and compare",
@@ -66,7 +66,7 @@ is faster, or takes less memory.
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line. `command` is one of `COMMANDS`."""
+    """Return the parser of the command line. It sets `command` to one of `COMMANDS`."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="ga_model",
@@ -148,7 +148,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=_plot_path, metavar="FILE", help="save a plot of the ratios")
 
 
-# Types of arguments: each returns the value, or says what was expected.
+# Types of arguments: each returns the value, or raises an error that says what is expected.
 
 
 def _number(
@@ -167,7 +167,7 @@ def _number(
 
 
 def _integer_from(least: int, most: float = math.inf) -> Callable[[str], int]:
-    """Return the type of integers from `least` up to `most`."""
+    """Return the argument type for integers from `least` to `most`."""
     expected = (
         f"an integer >= {least}" if most == math.inf else f"an integer from {least} to {most}"
     )
@@ -195,7 +195,7 @@ def _path(text: str) -> Path:
 
 
 def _plot_path(text: str) -> Path:
-    """Return `_path` of a file in a format that matplotlib supports."""
+    """Return the path of a file in a format that matplotlib supports: see `_path`."""
     file = Path(text)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

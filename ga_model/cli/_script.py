@@ -1,4 +1,4 @@
-"""Get a compiled model and its data from a user's script."""
+"""Load a compiled model and data from a user's script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ga_model.tools._process import CommandError
 
 
 def load(target: str) -> tuple[Any, tuple[Any, Any, Any]]:
-    """Call "FILE.py:function"; return the model and x, y, sample weight, or raise CommandError."""
+    """Call "FILE.py:function"; return model and (x, y, sample_weight), or raise CommandError."""
     arguments, sys.argv = sys.argv, [target.rpartition(":")[0]]
     try:
         return _model_and_data(_load_function(target)())
@@ -28,7 +28,7 @@ def load(target: str) -> tuple[Any, tuple[Any, Any, Any]]:
 
 
 def _load_function(target: str) -> Callable[[], Any]:
-    """Import a file as a module, with its folder in `sys.path`, and return a function of it."""
+    """Import a file as a module, with its folder on `sys.path`, and return its function."""
     name, separator, function = target.rpartition(":")
     path = Path(name)
     if not separator or path.suffix != ".py" or not function.isidentifier():
@@ -50,20 +50,20 @@ def _load_function(target: str) -> Callable[[], Any]:
     sys.path.insert(0, str(path.resolve().parent))
     spec: Any = importlib.util.spec_from_file_location(path.stem, path.resolve())
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # where Keras and pickle look its classes up
+    sys.modules[path.stem] = module  # where Keras and pickle look up its classes
     spec.loader.exec_module(module)
-    found = getattr(module, function, None)
-    if not callable(found):
+    member = getattr(module, function, None)
+    if not callable(member):
         raise CommandError(
             "The script must define the function. "
             f"Received: {name!r} without a function {function!r}. "
             "Define it without arguments; it returns a compiled model and data."
         )
-    return found  # type: ignore[no-any-return]
+    return member  # type: ignore[no-any-return]
 
 
 def _model_and_data(returned: Any) -> tuple[Any, tuple[Any, Any, Any]]:
-    """Return the parts of what the user's function returned; missing ones are None."""
+    """Return model and (x, y, sample_weight) from the result of the user's function."""
     parts = list(returned) if isinstance(returned, tuple) else [returned]
     if not 2 <= len(parts) <= 4 or not isinstance(parts[0], keras.Model):
         types = [type(part).__name__ for part in parts]

@@ -1,4 +1,4 @@
-"""`python -m ga_model demo`: the demonstration, its report and its figure.
+"""`python -m ga_model demo`: train a small network four ways, and report whether they agree.
 
-May import the first level of the package and the rooms below it.
+May import the modules at the top level of the package, and what those may import.
 """

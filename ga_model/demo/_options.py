@@ -1,4 +1,4 @@
-"""The options of the demonstration. Imports nothing that takes long."""
+"""The options of the demonstration. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 DATASETS = ("digits", "mnist")
 
-# The largest relative difference that counts as equal: more than rounding makes, and less than the
-# smallest mistake. Measured with the defaults of the command line, except what is named:
+# The largest relative difference that counts as equal: above rounding, and below the smallest
+# mistake. Measured with the defaults of the command line, except as noted:
 #
 #   float32   1.5e-6 to 3.3e-5   every optimizer of Keras but Lion, whose signs flip: 1.9e-2
 #             3.4e-6 to 1.1e-4   Adam, seeds 0 to 9 (the largest: `ga_model demo --seed 6`)

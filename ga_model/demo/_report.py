@@ -1,4 +1,4 @@
-"""Compare the results of trainings: differences, a verdict, a table, a figure."""
+"""Compare the results of trainings: relative differences, a verdict, a table, a figure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ga_model.tools._table import megabytes, text_table
 
 @dataclass(frozen=True)
 class Run:
-    """A training with the arguments `accumulate`, or with plain Keras if there are none.
+    """A training; `accumulate` has the arguments of `ga_model.accumulate`, none for plain Keras.
 
     A control must differ from the reference; all other runs must equal it.
     """
@@ -33,29 +33,29 @@ class Result:
     run: Run
     start: list[Any]  # the weights before training, in the model's order
     weights: list[Any]
-    updates: int  # that the optimizer made
+    updates: int  # number of updates that the optimizer made
     history: dict[str, list[float]]  # Keras's logs, a value per epoch
-    seconds: float  # in `fit`, with the tracing of its functions
-    base_memory: int  # the peak of the process before `fit`, in bytes
-    peak_memory: int  # and after it
+    seconds: float  # in `fit`, including tracing
+    base_memory: int  # peak of the process before `fit`, in bytes
+    peak_memory: int  # peak of the process after `fit`, in bytes
 
     @property
     def training_memory(self) -> int:
-        """What `fit` added to the peak, in bytes."""
+        """The bytes that `fit` added to the peak."""
         return self.peak_memory - self.base_memory
 
 
 def difference(result: Result, reference: Result) -> float:
     """Return ||w - w_reference|| / ||w_reference - w_start||, the largest over all variables.
 
-    Both started from the same weights. NaN stays NaN.
+    Both runs must have the same start weights. NaN stays NaN.
     """
     start = reference.start
     return float(np.max(relative_differences(result.weights, start, reference.weights, start)))
 
 
 def judge(results: Sequence[Result], dtype: str) -> tuple[bool, str]:
-    """Return whether every run but the controls equals the first, and a sentence about it."""
+    """Return whether the runs are as they must be (see `Run`), and a sentence that says so."""
     reference, *others = results
     if not all(np.isfinite(w).all() for w in reference.weights):
         return False, (
@@ -64,7 +64,7 @@ def judge(results: Sequence[Result], dtype: str) -> tuple[bool, str]:
         )
     tolerance = TOLERANCE[dtype]
     relative = [difference(r, reference) for r in others]
-    is_equal = [value <= tolerance for value in relative]  # NaN is not
+    is_equal = [value <= tolerance for value in relative]  # False for NaN
     listed = ", ".join(f"{v:.1e} for {r.run.name!r}" for v, r in zip(relative, others))
     finding = (
         f"the relative difference from the {reference.run.name} is {listed}; "
@@ -95,7 +95,7 @@ Time is that of `fit`, with the tracing of its functions."""
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return a table with a line per run, the reference first, and its explanation."""
+    """Return a table with a line per run, the reference first, followed by an explanation."""
     reference = results[0]
     rows = [
         [
@@ -113,7 +113,7 @@ def table(results: Sequence[Result]) -> str:
     return f"{text_table(_HEADER, rows)}\n\n{_NOTES.format(reference=reference.run.name)}"
 
 
-# Blue, orange and green of Okabe and Ito's palette, told apart by colour-blind readers too.
+# From the palette of Okabe and Ito, whose colors color-blind readers can tell apart.
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 
 
@@ -124,7 +124,7 @@ def draw(results: Sequence[Result]) -> Any:
     figure = Figure(figsize=(11, 4), layout="constrained")
     losses, memory = figure.subplots(1, 2)
     losses.set(title="Training loss", xlabel="epoch", ylabel="mean over the epoch")
-    # The reference is a broad line, so that a run with the same losses shows on top of it.
+    # The line of the reference is broad, so that it shows behind a run with the same losses.
     broad = {"linewidth": 7, "alpha": 0.5, "markersize": 9}
     for result, color in zip(results, _COLORS):
         loss = result.history["loss"]

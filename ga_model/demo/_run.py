@@ -1,4 +1,4 @@
-"""Train the same network four ways, each in a process of its own, and compare."""
+"""Train the same network four ways, each in a separate process, and compare."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_runs(settings: Settings) -> list[Run]:
 
 def run_demo(settings: Settings, *, plot: Path | None) -> int:
     """Train all runs, print the report and return the exit status, or raise CommandError."""
-    (x, _), (x_validation, _) = load_dataset(settings)  # before any training, or the job ends here
+    (x, _), (x_validation, _) = load_dataset(settings)  # first, because it may fail
     runs = make_runs(settings)
     rate = "" if settings.learning_rate is None else f" (learning rate {settings.learning_rate:g})"
     epochs = "1 epoch" if settings.epochs == 1 else f"{settings.epochs} epochs"
@@ -44,9 +44,9 @@ def run_demo(settings: Settings, *, plot: Path | None) -> int:
     )
     results = []
     for number, run in enumerate(runs, start=1):
-        given = "".join(f", {name}={value}" for name, value in run.accumulate.items())
+        arguments = "".join(f", {name}={value}" for name, value in run.accumulate.items())
         place = f"\n[{number}/{len(runs)}]"
-        print(f"{place} {run.name}: batches of {run.batch_size}{given}", flush=True)
+        print(f"{place} {run.name}: batches of {run.batch_size}{arguments}", flush=True)
         results.append(train_in_own_process(run, settings))
     is_reproduced, verdict = _report.judge(results, settings.dtype)
     print(f"\n{_report.table(results)}\n\n{textwrap.fill(verdict, 100)}", flush=True)
@@ -60,7 +60,7 @@ def run_demo(settings: Settings, *, plot: Path | None) -> int:
 
 
 def load_dataset(settings: Settings) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Return images of shape (samples, height, width, 1) and labels, to train and to validate."""
+    """Return the training and validation data: (samples, height, width, 1) images, labels."""
     load = {"digits": load_digits, "mnist": load_mnist}[settings.dataset]
     parts = [(x[..., np.newaxis].astype(settings.dtype), y) for x, y in load(settings.seed)]
     return parts[0], parts[1]
@@ -78,15 +78,15 @@ def load_digits(seed: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     x, y = load_digits(return_X_y=True)
     order = np.random.default_rng(seed).permutation(len(x))
     x, y = x[order].reshape(-1, 8, 8) / 16, y[order]
-    # 1,500 is no multiple of 128 or 32: each epoch ends with a window that is not full.
+    # 1,500 is not a multiple of 128 or 32: each epoch ends with a partial window.
     return (x[:1500], y[:1500]), (x[1500:], y[1500:])
 
 
 def load_mnist(seed: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Return Keras's MNIST of 28 x 28 pixels in its own split: 60,000 and 10,000."""
+    """Return MNIST's digits of 28 x 28 pixels: 60,000 for training and 10,000 for validation."""
     try:
         (x, y), (x_validation, y_validation) = keras.datasets.mnist.load_data()
-    except Exception as error:  # Keras raises bare `Exception` when a download fails
+    except Exception as error:  # Keras raises a bare `Exception` if a download fails
         raise CommandError(
             f"The dataset `mnist` cannot be downloaded: {error}. "
             "Check the network, or pass --dataset digits, which needs no network."
@@ -97,10 +97,10 @@ def load_mnist(seed: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
 def make_model(size: int) -> keras.Model:
     """Return the network for images of `size` x `size` pixels.
 
-    Images are enlarged to about 64 x 64, so that activations fill the memory and not weights.
-    There are no layers that combine samples or draw random numbers, and activations are smooth: at
-    the kink of a ReLU rounding decides between two gradients, and equal trainings drift apart to
-    1e-2 within 60 updates in float32 (to 3e-14 in float64).
+    Images are enlarged to about 64 x 64, so that activations dominate the memory, and not weights.
+    No layer combines samples or draws random numbers, and activations are smooth: at the kink of a
+    ReLU, rounding decides between two gradients, and equal trainings drift apart by 1e-2 within 60
+    updates in float32 (by 3e-14 in float64).
     """
     layers = keras.layers
 
@@ -116,12 +116,12 @@ def make_model(size: int) -> keras.Model:
 
 @on_cpu()
 def train(run: Run, settings: Settings) -> Result:
-    """Train the network in this process, with Keras's progress on standard output."""
+    """Train the network in this process. Keras prints its progress to standard output."""
     keras.config.set_floatx(settings.dtype)
     keras.config.set_dtype_policy(settings.dtype)
     keras.utils.set_random_seed(settings.seed)
     data = keras.tree.map_structure(keras.ops.convert_to_tensor, load_dataset(settings))
-    samples, validation = data  # loaded now, so that `fit` does not add this memory
+    samples, validation = data  # tensors, so that `fit` allocates no memory for the data
     model = make_model(samples[0].shape[1])
     if run.accumulate:
         model = accumulate(model, **run.accumulate)
@@ -136,7 +136,7 @@ def train(run: Run, settings: Settings) -> Result:
         *samples,
         batch_size=run.batch_size,
         epochs=settings.epochs,
-        shuffle=False,  # one order for all runs
+        shuffle=False,  # all runs have the same order
         validation_data=validation,
         validation_batch_size=run.accumulate.get("microbatch_size", run.batch_size),
         verbose=1 if sys.stdout.isatty() else 2,

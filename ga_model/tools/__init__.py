@@ -1,4 +1,4 @@
-"""Shared by the check, the benchmark and the demonstration: processes, their memory, tables.
+"""Tools of the check, the benchmark and the demonstration: processes, memory, tables.
 
-May import nothing of the package.
+May import nothing else of the package.
 """

@@ -1,4 +1,4 @@
-"""The distance of trained weights from others: 1 is how far training has moved those."""
+"""Relative differences of trained weights: 1 is as far as training moved the reference weights."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import numpy as np
 
 
 def change(value: Any, start: Any) -> Any:
-    """Return the difference from the start, which is zero also where both are infinite or NaN."""
+    """Return the difference from the start, in float64; zero where both are infinite or NaN."""
     with np.errstate(all="ignore"):
         added = value.astype("float64") - start.astype("float64")
         return np.where((value == start) | (np.isnan(value) & np.isnan(start)), 0.0, added)
 
 
 def relative_differences(*values: Sequence[Any]) -> list[float]:
-    """Return the norm of the difference of two changes, over that of the reference's change.
+    """Return, per variable, ||change - reference change|| / ||reference change||.
 
     Args:
-        *values: for each variable, its value and start, and those of the reference.
+        *values: lists of arrays: variables after training, at the start, and of the reference.
     """
-    return [_relative_difference(*of_variable) for of_variable in zip(*values)]
+    return [_relative_difference(*arrays) for arrays in zip(*values)]
 
 
 def _relative_difference(value: Any, start: Any, reference: Any, reference_start: Any) -> float:
-    of_reference = change(reference, reference_start)
+    reference_change = change(reference, reference_start)
     with np.errstate(all="ignore"):
-        error = np.linalg.norm(change(value, start) - of_reference)
-        size = np.linalg.norm(of_reference)
+        error = np.linalg.norm(change(value, start) - reference_change)
+        size = np.linalg.norm(reference_change)
     if not error:
         return 0.0
     return float(error / size) if size else math.inf

@@ -1,4 +1,4 @@
-"""Measure the memory that this process uses, and that it may still use."""
+"""Measure the memory that this process uses, and that is left for it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-# The files of Linux with the limit and usage of a group of processes, and the field of its cached
-# files.
+# By cgroup version (controller): the root folder, the files with limit and usage, and the field of
+# `memory.stat` with the cached files.
 _GROUPS = {
     "0": ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     "memory": (
@@ -25,7 +25,7 @@ _M_MMAP_THRESHOLD = -3  # of `malloc.h`
 
 
 def reset_peak_memory() -> None:
-    """Reset the peak of this process's memory to its present use, if the platform can."""
+    """Reset the peak of this process's memory to its current use, if the platform can."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -33,7 +33,7 @@ def reset_peak_memory() -> None:
 def peak_memory() -> int:
     """Return the peak of this process's resident memory in bytes."""
     try:
-        # On Linux `ru_maxrss` of a process starts at its parent's: exec keeps it. `VmHWM` does not.
+        # On Linux `ru_maxrss` starts at the parent's, because exec keeps it; `VmHWM` does not.
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
@@ -48,24 +48,23 @@ def peak_memory() -> int:
 
 
 def give_back_freed_memory() -> None:
-    """Return large blocks to the system as soon as they are freed, if the platform can.
+    """Make the C library return large blocks to the system when they are freed, if it can.
 
-    Otherwise the C library keeps some freed memory, which differs from run to run, and the peak
-    includes it.
+    Otherwise it keeps some freed memory, which differs from run to run, and the peak includes it.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1024 * 1024)
 
 
 def resident_memory() -> int:
-    """Return the resident memory of this process, in bytes."""
+    """Return the resident memory of this process in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
 def held_memory() -> int:
     """Return the bytes of freed memory that the C library still holds, or 0 if unknown."""
     try:
-        mallinfo = ctypes.CDLL(None).mallinfo2  # of glibc
+        mallinfo = ctypes.CDLL(None).mallinfo2  # glibc only
     except (AttributeError, OSError, TypeError):
         return 0
     mallinfo.restype = _Mallinfo
@@ -78,7 +77,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def available_memory() -> int:
-    """Return the bytes that this process may still take, in a container or job up to its limit."""
+    """Return the bytes that this process may still take, within the limit of its container."""
     left = [int(psutil.virtual_memory().available)]
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -87,18 +86,18 @@ def available_memory() -> int:
     for number, controllers, path in (line.split(":", 2) for line in lines):
         root, *names = _GROUPS.get(controllers or number, (None,))
         if root is not None:
-            # In a container the path may be that of the machine outside, and the root the group's.
+            # In a container, the path may be that on the host, and the root the container's group.
             left += _left_of_groups(Path(root), path.strip("/").split("/"), *names)
     return max(0, min(left))
 
 
 def _left_of_groups(root: Path, parts: list[str], limit: str, used: str, files: str) -> list[int]:
-    """Return the memory left in each group on a path. Cached files count as free."""
+    """Return the bytes left in each group on a path. Cached files count as free."""
     left = []
     for depth in range(len(parts) + 1):
         folder = root.joinpath(*parts[:depth])
-        with contextlib.suppress(OSError, ValueError):  # a limit of "max" is none
-            most, now = (int((folder / name).read_text()) for name in (limit, used))
+        with contextlib.suppress(OSError, ValueError):  # "max" means no limit
+            maximum, current = (int((folder / name).read_text()) for name in (limit, used))
             pairs = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
-            left.append(most - now + int(dict(pairs).get(files, 0)))
+            left.append(maximum - current + int(dict(pairs).get(files, 0)))
     return left

@@ -1,5 +1,5 @@
-"""Run a function in a process of its own, to measure its peak memory, without TensorFlow's start-up
-messages, and on the CPU: memory of a GPU is not the process's, and its work is not awaited.
+"""Run functions in separate processes, without TensorFlow's start-up messages, to measure their
+peak memory. On the CPU: a process's memory excludes that of a GPU, which runs asynchronously.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import IO, Any
 
 
 class CommandError(Exception):
-    """A command has no result. The message says why, and what to do."""
+    """Raised if a command has no result. The message says why, and what to do."""
 
 
 class ProcessError(CommandError):
-    """The process ended without a result.
+    """Raised if a process ended without a result.
 
     Attributes:
-        exit_code: its exit status, or minus the number of the signal that ended it.
+        exit_code: the exit status, or minus the number of the signal that ended the process.
     """
 
     def __init__(self, name: str, exit_code: int, messages: str) -> None:
@@ -42,9 +42,9 @@ class ProcessError(CommandError):
 def in_own_process(name: str, function: Callable[..., Any], *args: Any) -> Any:
     """Return `function(*args)`, computed in a new process.
 
-    It writes to this process's standard output. Its standard error, mostly start-up messages of
-    TensorFlow, is shown if it fails, in a ProcessError that begins with `name`. Where the platform
-    can fork, new processes are forked from one that has only imported this package.
+    The process shares the standard output. Its standard error, mostly start-up messages of
+    TensorFlow, is shown only if it fails, in a ProcessError that begins with `name`. If the
+    platform can fork, processes are forked from a server that has only imported this package.
     """
     context = prepare()
     receiver, sender = context.Pipe(duplex=False)
@@ -71,11 +71,11 @@ def in_own_process(name: str, function: Callable[..., Any], *args: Any) -> Any:
 
 @functools.cache
 def prepare() -> Any:
-    """Return the `multiprocessing` context, with its server started.
+    """Return the `multiprocessing` context, and start its server.
 
     Call this before threads start processes: standard error is discarded while the server starts.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # inherited
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # inherited by all processes
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -97,23 +97,23 @@ def _work(sender: Connection, messages: Path, function: Callable[..., Any], args
 
 
 def start_tensorflow() -> None:
-    """Import TensorFlow and list devices. Its messages are shown only if it fails."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # inherited by other processes
-    with tempfile.TemporaryFile() as said:
+    """Import TensorFlow and list devices. Show TensorFlow's messages only if that fails."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # inherited by all processes
+    with tempfile.TemporaryFile() as messages:
         try:
-            with errors_to(said):
+            with errors_to(messages):
                 import tensorflow as tf
 
                 tf.config.list_physical_devices()
         except BaseException:
-            said.seek(0)
-            shutil.copyfileobj(said, sys.stderr.buffer)
+            messages.seek(0)
+            shutil.copyfileobj(messages, sys.stderr.buffer)
             raise
 
 
 @contextlib.contextmanager
 def errors_to(stream: IO[bytes]) -> Iterator[None]:
-    """Write the standard error of this process, and of processes it starts, to a file."""
+    """Redirect the standard error of this process, and of processes it starts, to a file."""
     sys.stderr.flush()
     before = os.dup(2)
     os.dup2(stream.fileno(), 2)
@@ -127,7 +127,7 @@ def errors_to(stream: IO[bytes]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Make Keras use the CPU, in a process that has used no other device."""
+    """Make Keras use the CPU, in a process that has not used another device yet."""
     import keras
 
     if keras.backend.backend() == "tensorflow":

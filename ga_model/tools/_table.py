@@ -1,4 +1,4 @@
-"""Tables of text, and sizes of memory in their cells."""
+"""Format text tables, and the memory sizes in their cells."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as text, the first column flush left and the others flush right."""
+    """Return a table as text, with the first column left-aligned and the others right-aligned."""
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in header:
         grid.add_column(title, justify="right", vertical="bottom", no_wrap=True)
@@ -24,5 +24,5 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def megabytes(size: int) -> str:
-    """Return a number of bytes as text."""
+    """Format a number of bytes in MB."""
     return f"{size / 1e6:,.0f} MB"
