@@ -26,10 +26,10 @@ WITHOUT = (
 
 def own_loop_message(model: str) -> str:
     return (
-        "A window's sums are between the steps that `fit` and `train_on_batch` run, and not in "
-        f"what `train_step` returns in a compiled function. Received: a call of `train_step` of "
-        f"{model!r} by other code. Call `train_on_batch`, which updates once per window, sum the "
-        f"gradients in your own loop with `GradientAccumulator`, or {WITHOUT}."
+        "Only `fit` and `train_on_batch` accumulate: a compiled function of your own cannot keep "
+        f"the sums of a window. Received: a call of `train_step` of {model!r} by other code. Call "
+        "`train_on_batch`, which updates once per window, sum the gradients in your own loop with "
+        f"`GradientAccumulator`, or {WITHOUT}."
     )
 
 
@@ -40,17 +40,17 @@ def unlike_message(model: str, verdict: Verdict) -> str:
     if all(difference.is_only_shown for difference in verdict.differences):
         fails, aim = "trains as the full batch, but logs other numbers", "For exact logs"
     return (
-        f"A window of microbatches {fails}. Received: the training step of "
-        f"{model!r}, which was run on some samples of the first batch at once, and in parts: "
-        f"{_differing(verdict)}, however the parts are weighted. {aim}, {ALONE}{way}; "
-        "if the difference does not matter, override `microbatch_weight`."
+        f"A window of microbatches {fails}. Received: the training step of {model!r}, tried on "
+        f"some samples of the first batch, at once and in parts: {_differing(verdict)}, however "
+        f"the parts are weighted. {aim}, {ALONE}{way}; if the difference does not matter, override "
+        "`microbatch_weight`."
     )
 
 
 def whole_from_now_message(model: str, verdict: Verdict) -> str:
     return (
         "Updates so far may differ from those of the full batch. Received: the training step of "
-        f"{model!r}, which was run on some samples of a batch at once, and in parts: "
+        f"{model!r}, tried on some samples of a later batch, at once and in parts: "
         f"{_differing(verdict)}, and did not in the first batch. From now on each batch trains as "
         'a whole, which is exact. To train so from the beginning, set `loss_over="batch"`.'
     )
@@ -69,29 +69,29 @@ def untried_message(model: str, error: Exception) -> str:
     return (
         "It is not known whether a window of microbatches trains as the full batch. Received: the "
         f"training step of {model!r}, which cannot be run on some samples of the first batch: "
-        f"{text_of(error)}. It is taken for a mean over samples. To train exactly, {ALONE}, or "
-        "override `microbatch_weight`."
+        f"{text_of(error)}. Its loss is assumed to be a mean over samples. To train exactly, "
+        f"{ALONE}, or override `microbatch_weight`."
     )
 
 
 def unseen_message(model: str) -> str:
     return (
         "It is not known whether a window of microbatches trains as the full batch. Received: the "
-        f"training step of {model!r}, whose gradients were all zero, or not finite, on some "
-        "samples of the first batches, and now are not. It was taken for a mean over samples. To "
-        f"train exactly, {ALONE}, or override `microbatch_weight`."
+        f"training step of {model!r}, whose gradients were all zero, or not finite, in the trial "
+        "on samples of the first batches, and now are not. Its loss was assumed to be a mean over "
+        f"samples. To train exactly, {ALONE}, or override `microbatch_weight`."
     )
 
 
 def unlike_rows_message(model: str, shapes: list[tuple[int, ...]]) -> str:
     return (
         "It is not known whether a window of microbatches trains as the full batch. Received: the "
-        f"training step of {model!r}, and tensors of shapes {shapes}. It was run on some rows of "
-        "each, and failed or gave other updates, which tells nothing of batches that are one "
-        "whole, such as a graph. They count as much as their losses are divided by; if that is "
-        "right, return it in `microbatch_weight`. To train exactly in any case, pass `fit` the "
-        'full batch and set `microbatch_size` with `loss_over="batch"` instead of '
-        "`accumulation_steps`."
+        f"training step of {model!r}, with tensors of shapes {shapes}. Tried on some rows of each, "
+        "it failed or made other updates, which proves nothing if a batch cannot be cut into "
+        "samples, such as the nodes and edges of a graph. The weight of a batch is the denominator "
+        "of its losses; if that is right, return it in `microbatch_weight`. To train exactly in "
+        'any case, pass `fit` the full batch and set `microbatch_size` with `loss_over="batch"` '
+        "instead of `accumulation_steps`."
     )
 
 
@@ -106,32 +106,32 @@ def text_of(error: Exception) -> str:
 def unverified_message(model: str) -> str:
     return (
         "With `verify=False` it is not known whether a window of microbatches trains as the full "
-        f"batch. Received: {model!r}, with a step, loss, layer or metric of its own, which is "
-        "taken for a mean over samples. To have it tried on the first batch, leave `verify=True`."
+        f"batch. Received: {model!r}, with a custom step, loss, layer or metric, which is assumed "
+        "to be a mean over samples. To try it on the first batch, leave `verify=True`."
     )
 
 
 def late_message(model: str) -> str:
     return (
         "Updates so far may differ from those of the full batch. Received: the training step of "
-        f"{model!r}, which weighs microbatches by a number that was the same until now as that of "
-        "their samples, or another one that it was taken for. From now on it is the right one. To "
-        f"train exactly, {ALONE}, or override `microbatch_weight`."
+        f"{model!r}, whose loss has another denominator than the first batches showed: until now "
+        "both numbers were equal. From now on microbatches are weighted by the right one. To train "
+        f"exactly from the beginning, {ALONE}, or override `microbatch_weight`."
     )
 
 
 def unlike_shape_message(model: str) -> str:
     return (
-        "What a microbatch weighs is a number that its step divides by. Received: the step of "
-        f"{model!r}, whose divisions are not those of the samples that were tried, so it is taken "
-        f"for a mean over samples. To train exactly, {ALONE}, or override `microbatch_weight`."
+        "The weight of a microbatch is a number that its step divides by. Received: the step of "
+        f"{model!r}, which divides by other numbers than in the trial, so its loss is assumed to "
+        f"be a mean over samples. To train exactly, {ALONE}, or override `microbatch_weight`."
     )
 
 
 def unlike_entries_message(model: str) -> str:
     return (
         "The terms of this loss average over values whose numbers per sample changed within a "
-        f"window, each in its own way. Received: {model!r}. A microbatch has only one weight, so "
+        f"window, and not by one factor. Received: {model!r}. A microbatch has only one weight, so "
         f"training differs from the full batch: pad to one length, or {ALONE}."
     )
 
@@ -156,11 +156,11 @@ def own_averages_message(layers: list[str]) -> str:
 
 def rescaled_message(variables: list[str]) -> str:
     return (
-        "Float8 layers remember how large gradients are, to scale the next ones. "
+        "Float8 layers record the size of gradients, to scale later ones. "
         f"Received: {variables}, in a window that is partial, or whose microbatches have different "
-        "weights: there they saw gradients of another scale than on the full batch, and round the "
-        "next ones differently. Let the batches of an epoch be a multiple of `accumulation_steps`, "
-        "and the samples of a batch one of `microbatch_size`."
+        "weights: they recorded gradients of another scale than those of the full batch, and round "
+        "later ones differently. Make the number of batches per epoch a multiple of "
+        "`accumulation_steps`, and the batch size a multiple of `microbatch_size`."
     )
 
 
@@ -223,29 +223,28 @@ def product_message(loss: str, model: str) -> str:
 
 def written_message(model: str, variables: list[str]) -> str:
     return (
-        f"`train_step` of {model!r}, or a layer that it calls, writes to {variables}. This happens "
-        "once per microbatch, on the full batch once per update. Do it in a method "
-        "`on_update(self)` of the model, which runs after each update, or "
-        f"{ALONE}."
+        f"`train_step` of {model!r}, or a layer that it calls, writes to {variables}: once per "
+        "microbatch, and on the full batch once per update. Write to them in a method "
+        f"`on_update(self)` of the model, which runs after each update, or {ALONE}."
     )
 
 
 def changed_message(model: str, variables: list[str]) -> str:
     shown = [*variables[:3], *(f"{len(variables) - 3} more" for _ in variables[3:4])]
     return (
-        f"Variables of {model!r} changed while a window was open, and not by its update: {shown}. "
-        "So its microbatches saw different weights, which the full batch does not. If another "
-        "model with the same layers trains in turn, train both in one `train_step`, or "
-        f"{ALONE}; what a callback changes after each batch, change in a method `on_update(self)` "
-        "of the model, which runs after each update."
+        f"Something other than its update changed variables of {model!r} within a window: {shown}. "
+        "Its microbatches saw different weights, but the full batch sees one set. If another model "
+        f"with the same layers trains in turn, train both in one `train_step`, or {ALONE}. If a "
+        "callback changes them after each batch, change them in a method `on_update(self)` of the "
+        "model, which runs after each update."
     )
 
 
 def one_weight_message(exact: list[str], approximate: list[str]) -> str:
     return (
         "The terms of this loss average over different things, but a microbatch has only one "
-        f"weight. Exact: {exact}. Exact only if all microbatches weigh the same in each term and "
-        f"all windows are full: {approximate}. "
+        f"weight. Exact: {exact}. Exact only if each term has equal weights in all microbatches "
+        f"and all windows are full: {approximate}. "
         "Give the terms the same reduction, mask and sample weights, or override "
         "`AccumulatingModel.microbatch_weight`."
     )
@@ -253,20 +252,20 @@ def one_weight_message(exact: list[str], approximate: list[str]) -> str:
 
 def unsplit_step_message(model: str) -> str:
     return (
-        f"No call of a layer goes by microbatches in `train_step` of {model!r}, which takes the "
-        "memory of the full batch. Training is exact. To save the memory, keep networks in "
-        "attributes of the model, and call them in `train_step` itself: not by `stateless_call`, "
-        "nor in a nested `tf.function`."
+        f"`train_step` of {model!r} calls no layer that can be split into microbatches, so it "
+        "takes the memory of the full batch. Training is exact. To save the memory, keep networks "
+        "in attributes of the model, and call them in `train_step` itself: not by "
+        "`stateless_call`, nor in a nested `tf.function`."
     )
 
 
 def whole_call_message(layer: str, reason: str) -> str:
     return (
         f"A call of {layer!r} cannot be split into microbatches and takes the memory of the full "
-        f"batch (calls of layers inside it are split): {reason}. That changes no update. To save "
-        "the memory, make every output have one row per sample that depends on no other sample, "
-        "draw random numbers with `keras.random` and a `keras.random.SeedGenerator`, or move the "
-        "part that needs all samples out of the layer, into `train_step` or the loss."
+        f"batch (calls of layers inside it are split): {reason}. Training is exact. To save the "
+        "memory, give every output one row per sample that depends on no other sample, draw random "
+        "numbers with `keras.random` and a `keras.random.SeedGenerator`, or move the part that "
+        "needs all samples out of the layer, into `train_step` or the loss."
     )
 
 
@@ -281,10 +280,10 @@ def late_gradient_message(variables: list[Any]) -> str:
 
 def lost_term_message(model: str) -> str:
     return (
-        f"A loss of {model!r} was zero in a microbatch because it was divided by zero "
-        "(`divide_no_nan`, or a sum of weights of both signs), although what was divided was not. "
-        "That microbatch has no weight, and is missing from the update of the full batch. Divide "
-        "by `maximum(number, 1)`, which is exact, use only positive weights, or set a "
+        f"A loss of {model!r} was zero in a microbatch because its denominator was zero "
+        "(`divide_no_nan`, or positive and negative weights that cancel), although its numerator "
+        "was not. That microbatch has no weight, and is missing from the update of the full batch. "
+        "Divide by `maximum(number, 1)`, which is exact, use only positive weights, or set a "
         '`microbatch_size` with `loss_over="batch"`.'
     )
 
@@ -317,7 +316,7 @@ def weight_message(weight: Any) -> str:
     return (
         "`weight` must be a scalar number or tensor, or None if the loss is a sum. "
         f"Received: weight={weight!r}. "
-        "Pass what the microbatch's loss averages over, such as the number of samples."
+        "Pass the denominator of the microbatch's loss, such as the number of samples."
     )
 
 

@@ -199,7 +199,7 @@ def trains_in_turn(model, x, y):
 @pytest.mark.parametrize("trains", [trains_with_a_callback, trains_in_turn])
 def test_variables_that_something_else_changes_in_an_open_window_are_told_of(trains):
     model = compiled(accumulation_steps=3)
-    with pytest.warns(UserWarning, match="changed while a window was open, and not by its update"):
+    with pytest.warns(UserWarning, match="Something other than its update changed variables of"):
         trains(model, *dense_data(24))
 
 
@@ -840,7 +840,7 @@ def test_divisions_within_split_calls_are_not_taken_for_those_of_the_step():
     make = of(losses.masked_mean(losses.at_least(1e-3)), OfObjective, Tempered)
     model = accumulate(seeded(make), accumulation_steps=3, microbatch_size=3)
     model.compile("sgd")
-    with pytest.warns(UserWarning, match="whose divisions are not those of the samples"):
+    with pytest.warns(UserWarning, match="divides by other numbers than in the trial"):
         model.fit(*dense_data(24), batch_size=8, verbose=0)
 
 
@@ -930,7 +930,7 @@ def test_stateful_recurrent_models_train_in_windows_of_their_batch_size():
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
     reference, start = trained(data, 8, make, lambda: arguments(optimizer=optimizer))
     why = r"batch size: 7|InvalidArgumentError: Incompatible shapes: \[7,5,1\] vs. \[8,5,1\]"
-    with pytest.warns(UserWarning, match=f"(?s)cannot be run on some samples.*({why}). It is"):
+    with pytest.warns(UserWarning, match=f"(?s)cannot be run on some.*({why}). Its loss is"):
         model, _ = trained(data, 8, make, accumulation_steps=2)
     assert_close(model, reference, start)
 
@@ -1020,7 +1020,7 @@ def test_batches_that_are_graphs_are_weighted_by_their_nodes(way):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = weights_after(whole if way == "whole" else graphs, make, **settings)
-    said = {"told": "one whole, such as a graph", "whole": "cannot be split into microbatches"}
+    said = {"told": "nodes and edges of a graph", "whole": "cannot be split into microbatches"}
     messages = told(caught)
     assert len(messages) == (0 if way == "weighs" else 1)
     assert all(said[way] in str(message) for message in messages)

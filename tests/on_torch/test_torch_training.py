@@ -264,7 +264,7 @@ class NetInAnObject(keras.Model):
 
 
 def test_a_step_in_which_no_call_is_split_is_told_of():
-    with pytest.warns(UserWarning, match="No call of a layer goes by microbatches in"):
+    with pytest.warns(UserWarning, match="calls no layer that can be split into microbatches"):
         fit(compiled(NetInAnObject, None, microbatch_size=5), 12)
 
 
