@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -11,6 +11,7 @@ from keras import ops
 
 from ga_model.base import _numbers, _validate
 from ga_model.base._internals import raw
+from ga_model.base._types import Gradient, Nest, Scalar, Tensor
 from ga_model.core import messages
 from ga_model.core.window import Sums, shrunk
 
@@ -25,17 +26,22 @@ class Accumulator:
 
     _tensor_type: type | tuple[type, ...]
     _source: str  # where users get gradients, for error messages
-    _added: Callable[..., list[Any]]  # `added`, as the backend runs it (compiled, for example)
+    # `added`, as the backend runs it (compiled, for example)
+    _added: Callable[[list[Gradient], list[Gradient], Scalar, Scalar], list[Gradient]]
 
-    variables: list[Any]
-    num_microbatches: Any
-    _sums: Any
+    variables: list[keras.Variable]
+    num_microbatches: Scalar
+    _sums: Sums | Nest | None  # on TensorFlow, a nest of variables
 
     def __init__(self) -> None:
         self.reset()
 
     def add(
-        self, gradients: Collection[Any], variables: Collection[Any], *, weight: Any | None
+        self,
+        gradients: Collection[Gradient],
+        variables: Collection[keras.Variable],
+        *,
+        weight: Scalar | None,
     ) -> None:
         """Add the gradients of one microbatch to the window.
 
@@ -70,7 +76,9 @@ class Accumulator:
             raise ValueError(_other_variables_message())
         self._add(gradients, variables, None if weight is None else self._number(weight))
 
-    def _add(self, gradients: list[Any], variables: list[Any], weight: Any) -> None:
+    def _add(
+        self, gradients: list[Gradient], variables: list[keras.Variable], weight: Scalar
+    ) -> None:
         """Add validated gradients. `weight` comes from `_number`, or is None."""
         is_sum = weight is None
         sums = self._sums or Sums.of_nothing(len(variables), is_sum)
@@ -94,7 +102,7 @@ class Accumulator:
             )
         self._sums = sums
 
-    def mean(self) -> list[Any]:
+    def mean(self) -> list[Gradient]:
         """Return the window's gradient: one tensor or None per variable, in its dtype.
 
         It is sum(w_i * g_i) / sum(w_i), or sum(g_i) if weights are None. Not finite if weights sum
@@ -106,7 +114,7 @@ class Accumulator:
         pairs = zip(sums.gradients, self.variables)
         return [None if s is None else ops.cast(s / total, v.dtype) for s, v in pairs]
 
-    def apply(self, optimizer: Any) -> None:
+    def apply(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Update the variables with the window's gradient, and start the next window.
 
         One call is one `optimizer.apply`, so iterations, schedules, weight decay, clipping,
@@ -125,7 +133,12 @@ class Accumulator:
         self._update(optimizer, self._sums, self.variables)
         self.reset()
 
-    def _update(self, optimizer: Any, sums: Sums | None, variables: list[Any]) -> None:
+    def _update(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        sums: Sums | None,
+        variables: list[keras.Variable],
+    ) -> None:
         """Apply the optimizer to the sums, consuming them, unless their total weight is zero."""
         if sums is not None and sums.total != 0.0:
             optimizer.apply(sums.mean(variables), variables)
@@ -139,7 +152,7 @@ class Accumulator:
         self.variables, self.num_microbatches = [], 0
         self._sums = None
 
-    def _tensor(self, gradient: Any, variable: Any) -> Any:
+    def _tensor(self, gradient: Any, variable: keras.Variable) -> Gradient:
         """Return a gradient as a tensor, or None, or raise TypeError.
 
         Arrays are converted to the dtype in which the variable's gradients are summed.
@@ -169,10 +182,12 @@ class Accumulator:
             raise ValueError(messages.weight_message(weight)) from None
 
 
-def added(sums: list[Any], gradients: list[Any], weight: Any, shrink: Any) -> list[Any]:
+def added(
+    sums: list[Gradient], gradients: list[Gradient], weight: Scalar, shrink: Scalar
+) -> list[Gradient]:
     """Return `sum * shrink + gradient * weight` for each sum, consuming the sums."""
 
-    def add(total: Any, gradient: Any) -> Any:
+    def add(total: Gradient, gradient: Gradient) -> Gradient:
         if gradient is None:
             return shrunk(total, shrink)
         weighted = ops.cast(gradient, total.dtype) * _numbers.like(total, weight)
@@ -188,7 +203,7 @@ def check_optimizer(optimizer: Any) -> None:
     _validate.check_single_accumulation([optimizer])
 
 
-def nothing(shape: Any, dtype: Any) -> Any:
+def nothing(shape: Sequence[int], dtype: Any) -> Tensor:
     """Return the initial sum, -0.0: unlike 0.0, adding a zero to it keeps the sign of that zero.
 
     TensorFlow may return the constant 0.0 for -0.0 from its cache, hence the negation.
@@ -217,7 +232,7 @@ def _no_variables_message(types: list[str]) -> str:
     )
 
 
-def _shape_message(gradient: Any, variable: Any) -> str:
+def _shape_message(gradient: Tensor, variable: keras.Variable) -> str:
     return (
         "A gradient must have the shape of its variable. "
         f"Received: shape {tuple(gradient.shape)} for {messages.path_of(variable)!r} of shape "
@@ -242,7 +257,7 @@ def _not_an_optimizer_message(value: Any) -> str:
     )
 
 
-def _gradient_message(gradient: Any, variable: Any, source: str) -> str:
+def _gradient_message(gradient: Any, variable: keras.Variable, source: str) -> str:
     return (
         "A gradient must be a tensor, an array of real numbers or None. "
         f"Received: a {type(gradient).__name__} for {messages.path_of(variable)!r}. Pass {source}, "

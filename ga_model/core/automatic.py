@@ -12,12 +12,15 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ga_model.base import _numbers, _validate
 from ga_model.base._internals import add_note
 from ga_model.core.backend import Backend
 from ga_model.tools import _memory
+
+if TYPE_CHECKING:
+    import keras
 
 _MARGIN = 0.1  # fraction of the available memory to leave free
 _SMALL = 0.02  # fraction of the available memory that is negligible
@@ -44,7 +47,7 @@ class FoundSize:
         """Return whether a batch of `rows` samples requires a search."""
         return self.size is None or (self.is_whole and rows > self._rows)
 
-    def find(self, model: Any, rows: int, trials: SizeTrials) -> None:
+    def find(self, model: keras.Model, rows: int, trials: SizeTrials) -> None:
         """Find the largest size up to `rows`, within a tenth, and print the progress.
 
         Raises:
@@ -63,7 +66,7 @@ class FoundSize:
         self.size = size
         show(_found_message(size, failed, trials.error is not None), is_last=True)
 
-    def halve(self, model: Any, rows: int, error: Exception) -> None:
+    def halve(self, model: keras.Model, rows: int, error: Exception) -> None:
         """Halve the size after a batch ran out of memory.
 
         Args:
@@ -104,7 +107,9 @@ class SizeTrials:
         error: the last out-of-memory error, or None if the last failure was predicted.
     """
 
-    def __init__(self, backend: Backend, weights: list[Any], run: Callable[[int], None]) -> None:
+    def __init__(
+        self, backend: Backend, weights: list[keras.Variable], run: Callable[[int], None]
+    ) -> None:
         self.error: Exception | None = None
         self._backend = backend
         self._run = run
@@ -144,7 +149,7 @@ class SizeTrials:
         self._available[size] = available + taken
         return bool(self._predicted(size) <= available + taken)
 
-    def _predicted(self, size: int) -> Any:
+    def _predicted(self, size: int) -> float:
         sizes = sorted(self._rises)
         last, rise = sizes[-1], float(self._rises[sizes[-1]])
         if len(sizes) == 1:
@@ -171,7 +176,7 @@ class SizeTrials:
         self._has_begun = True
 
 
-def _num_bytes_of_sum(weight: Any) -> int:
+def _num_bytes_of_sum(weight: keras.Variable) -> int:
     """Return the bytes of a window's sum of gradients of one variable."""
     is_double = _numbers.sum_dtype(weight.dtype) == "float64"
     return int(math.prod(weight.shape)) * (8 if is_double else 4)

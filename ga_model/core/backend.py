@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from ga_model.base._context import ThreadValue, is_unnoted
 from ga_model.base._identity import unique
 from ga_model.base._internals import mask_of, set_mask, value_in
 from ga_model.base._method_patch import MethodPatch
+from ga_model.base._types import Gradient, Logs, Nest, Scalar, Tensor
 from ga_model.core.backend_types import GROUPS, Applied, Function, GradientSums, Group, State
 from ga_model.core.batch import Batch, unpack
 from ga_model.core.models import optimizers_in, recording_of_thread
@@ -20,6 +21,8 @@ from ga_model.core.of_user import others_of_user
 from ga_model.core.stand_ins import APPLY, SCALE_LOSS
 
 if TYPE_CHECKING:
+    import keras
+
     from ga_model.core.call_types import IsolatedCall, Split, Traced
     from ga_model.core.proof.noted import Draws, Noted
     from ga_model.core.recorder import Recording
@@ -58,24 +61,24 @@ class Backend(ABC):
     nests = True
     has_several_optimizers = True
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._is_running_step = ThreadValue(False)
-        self.known_calls: dict[Any, Any] = {}
-        self.present_batch: Any = None
-        self._made: dict[Any, Callable[..., Any]] = {}  # compiled functions, by name
+        self.known_calls: dict[Hashable, tuple[Any, ...]] = {}
+        self.present_batch: Nest = None
+        self._made: dict[str | tuple[Hashable, ...], Callable[..., Any]] = {}  # compiled, by name
 
     # Compilation.
 
     def compiled(
         self,
-        name: Any,
-        function: Callable[..., Any],
+        name: str | tuple[Hashable, ...],
+        function: Callable[..., Nest],
         reads: Iterable[Group],
         updates: Iterable[Group] = (),
         consumes: bool = False,
         discards: bool = False,
-    ) -> Any:
+    ) -> Callable[..., Any]:
         """Return a function that runs `function`, compiled if the model is.
 
         Other functions of the core may call it. It never waits for the device. If functions are
@@ -95,30 +98,30 @@ class Backend(ABC):
         return made
 
     @abstractmethod
-    def _compiled(self, name: Any, function: Function) -> Callable[..., Any]:
+    def _compiled(self, name: str | tuple[Hashable, ...], function: Function) -> Callable[..., Any]:
         """Compile a function for `compiled`."""
 
     def forget(self, kind: str) -> None:
         """Drop the compiled functions whose name is a tuple that starts with `kind`."""
         self._made = {name: made for name, made in self._made.items() if name[0] != kind}
 
-    def key_of(self, arguments: tuple[Any, ...]) -> Any:
+    def key_of(self, arguments: tuple[Nest, ...]) -> Hashable:
         """Return a key of the shapes and dtypes of arguments, and of the trainable variables."""
         raise NotImplementedError
 
-    def zeros(self, name: Any, shapes: Sums) -> Sums:
+    def zeros(self, name: str | tuple[Hashable, ...], shapes: Sums) -> Sums:
         """Return sums of -0.0, to which numbers add bit-exactly, of shapes that `shapes` gave."""
         raise NotImplementedError
 
-    def number(self, value: float) -> Any:
+    def number(self, value: float) -> Scalar:
         """Convert a number to the form in which compiled functions take it."""
         return value
 
     @abstractmethod
-    def copied(self, nest: Any) -> Any:
+    def copied(self, nest: Nest) -> Nest:
         """Return a copy of a nest of tensors and None."""
 
-    def as_traced(self, data: Any) -> Any:
+    def as_traced(self, data: Nest) -> Nest:
         """Return a microbatch in the form for which functions are traced."""
         return data
 
@@ -126,18 +129,18 @@ class Backend(ABC):
         """Return whether to retrace differently after an error, or None if it is unrelated."""
         return None
 
-    def placed(self, data: Any) -> Any:
+    def placed(self, data: Nest) -> Nest:
         """Return a microbatch as traced, on the devices that compute it."""
         return self.as_traced(data)
 
     # Running the step.
 
-    def values(self, group: Group) -> list[Any]:
+    def values(self, group: Group) -> list[Tensor]:
         """Return the current values of a group of variables."""
         return [value_in(None, v) for v in getattr(self._model, f"{group}_variables")]
 
     @abstractmethod
-    def run_step(self, data: Any) -> tuple[Any, list[Any]]:
+    def run_step(self, data: Nest) -> tuple[Logs, list[keras.Variable]]:
         """Run the model's `train_step` within a function of the core.
 
         Returns:
@@ -153,13 +156,13 @@ class Backend(ABC):
                 stack.enter_context(method.of(optimizers))
             yield
 
-    def take(self, recording: Recording, applied: Applied, gradients: list[Any]) -> None:
+    def take(self, recording: Recording, applied: Applied, gradients: list[Gradient]) -> None:
         """Pass the gradients that a step applies to a recording, and make the update of a trial."""
         raise NotImplementedError
 
     def noting(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], draws: Draws | None = None
-    ) -> tuple[Any, Noted]:
+        self, function: Callable[..., Nest], arguments: tuple[Nest, ...], draws: Draws | None = None
+    ) -> tuple[Nest, Noted]:
         """Run a function within a function of the core, and note its divisors.
 
         Args:
@@ -182,8 +185,8 @@ class Backend(ABC):
         return self._is_running_step.get() or recording_of_thread.get() is not None
 
     def run_plain(
-        self, train_step: Callable[..., Any], after_update: Callable[[], None], *arguments: Any
-    ) -> Any:
+        self, train_step: Callable[..., Logs], after_update: Callable[[], None], *arguments: Nest
+    ) -> Logs:
         """Run the model's `train_step` on the arguments of Keras, and then `after_update`."""
         logs = train_step(*arguments)
         self.once(after_update)
@@ -211,11 +214,11 @@ class Backend(ABC):
 
     # Replicas. Each runs the functions of the core.
 
-    def batch(self, data: Any, size: int | None) -> Batch:
+    def batch(self, data: Nest, size: int | None) -> Batch:
         """Return a batch, split into microbatches of `size` samples per replica."""
         return Batch(data, size)
 
-    def each(self, nest: Any) -> list[Any]:
+    def each(self, nest: Nest) -> list[Nest]:
         """Return the values of a nest on each replica of this process."""
         return [nest]
 
@@ -223,7 +226,7 @@ class Backend(ABC):
         """Return a context in which functions run on one replica for all."""
         return contextlib.nullcontext()
 
-    def samples_of(self, data: Any, of_all: bool = False) -> Any:
+    def samples_of(self, data: Nest, of_all: bool = False) -> Nest:
         """Return the samples of one replica.
 
         Args:
@@ -241,11 +244,11 @@ class Backend(ABC):
         """Return the sums of logged numbers over all replicas, within a function of the core."""
         return amounts
 
-    def sum_of_all(self, gradients: list[Any], total: Any) -> tuple[list[Any], Any]:
+    def sum_of_all(self, gradients: list[Gradient], total: Scalar) -> tuple[list[Gradient], Scalar]:
         """Return the sums of gradients over replicas, and their divisor."""
         return gradients, total
 
-    def once(self, function: Callable[[], Any]) -> None:
+    def once(self, function: Callable[[], None]) -> None:
         """Run a function once for all replicas, within a function of the core or outside."""
         function()
 
@@ -253,19 +256,19 @@ class Backend(ABC):
         """Return a context for computations of this package within a step, which are not noted."""
         return is_unnoted.set(True)
 
-    def microbatch_weight(self, data: Any) -> Any:
+    def microbatch_weight(self, data: Nest) -> Scalar | str | None:
         """Call the model's `microbatch_weight` on a microbatch. It may call the model."""
         return self._model.microbatch_weight(*unpack(data))
 
-    def apply(self, applied: Applied, gradients: list[Any]) -> None:
+    def apply(self, applied: Applied, gradients: list[Gradient]) -> None:
         """Apply an optimizer as the step did, to gradients of its variables: tensors or None."""
         applied.again(gradients)
 
-    def joined(self, rows: Sequence[Rows], unit: Any) -> Rows:
+    def joined(self, rows: Sequence[Rows], unit: Scalar) -> Rows:
         """Return all rows of a window as one sparse gradient in a unit."""
         raise NotImplementedError
 
-    def gradient_sums(self, totals: Sequence[Any] | None) -> GradientSums | None:
+    def gradient_sums(self, totals: Sequence[Gradient] | None) -> GradientSums | None:
         """Return sums, starting from `totals`, that Keras's backward pass adds to, or None."""
         return None
 
@@ -277,7 +280,7 @@ class Backend(ABC):
         """Return a snapshot of the Python state that a step may write to."""
         return PythonState(self._model, others_of_user(self._model), has_arrays=True)
 
-    def optimizers(self) -> list[Any]:
+    def optimizers(self) -> list[keras.optimizers.Optimizer]:
         """Return the optimizers in the model's attributes, or their equivalents."""
         return unique(optimizers_in(vars(self._model)))
 
@@ -285,7 +288,7 @@ class Backend(ABC):
         """Return a context for functions that run outside of a train function."""
         return contextlib.nullcontext()
 
-    def build(self, data: Any) -> None:  # noqa: B027
+    def build(self, data: Nest) -> None:  # noqa: B027
         """Create the variables that the first step would create, if Keras does not."""
 
     @abstractmethod
@@ -312,7 +315,7 @@ class Backend(ABC):
 
     # Layer calls that `core.layer_calls` splits.
 
-    def is_at_hand(self, tensor: Any) -> bool:
+    def is_at_hand(self, tensor: Tensor) -> bool:
         """Return whether a tensor may be used by the running code, not only in an inner scope."""
         return True
 
@@ -320,7 +323,7 @@ class Backend(ABC):
         """Return the graph of the running code, perhaps that of a function or branch."""
         return None
 
-    def why_whole(self, layer: Any) -> str | None:
+    def why_whole(self, layer: keras.Layer) -> str | None:
         """Return why calls of a layer must be neither split nor tried, or None."""
         return None
 
@@ -329,7 +332,9 @@ class Backend(ABC):
         return True
 
     @abstractmethod
-    def run_isolated(self, call: IsolatedCall, derives: bool = False) -> Callable[..., Any]:
+    def run_isolated(
+        self, call: IsolatedCall, derives: bool = False
+    ) -> Callable[[list[Tensor], list[Tensor], int, int], list[Tensor]]:
         """Return a function that runs a call on arrays while another function is traced.
 
         Args:
@@ -343,19 +348,19 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def by_microbatches(self, split: Split) -> tuple[list[Any], Traced]:
+    def by_microbatches(self, split: Split) -> tuple[list[Tensor], Traced]:
         """Run a function by microbatches, recomputing activations for gradients.
 
         Returns:
             The final `carried` tensors, and the results of all microbatches.
         """
 
-    def attached_to(self, output: Any) -> dict[str, Any]:
+    def attached_to(self, output: Tensor) -> dict[str, Tensor]:
         """Return the tensors that Keras's losses read from an output, such as its mask, by name."""
         mask = mask_of(output)
         return {} if mask is None else {"mask": mask}
 
-    def with_attached(self, output: Any, name: str, tensor: Any) -> Any:
+    def with_attached(self, output: Tensor, name: str, tensor: Tensor) -> Tensor:
         """Return an output with a tensor that `attached_to` found."""
         set_mask(output, tensor)
         return output
@@ -371,7 +376,7 @@ class Backend(ABC):
     def is_on_cpu(self) -> bool:
         """Whether the model runs on a CPU, where a failed allocation may end the process."""
 
-    def wait_for(self, nest: Any) -> None:  # noqa: B027
+    def wait_for(self, nest: Nest) -> None:  # noqa: B027
         """Wait until a nest of tensors is computed, if allocations may fail after a call."""
 
     @abstractmethod

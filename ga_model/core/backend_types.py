@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
+
+from ga_model.base._types import Gradient, Nest, Scalar
+
+if TYPE_CHECKING:
+    import keras
 
 # The groups of variables of a model, as Keras's attributes `trainable_variables` and so on.
 Group = Literal["trainable", "non_trainable", "optimizer", "metrics"]
@@ -23,7 +28,7 @@ class Function(NamedTuple):
             compiled they are written anyway, and the caller restores them.
     """
 
-    run: Callable[..., Any]
+    run: Callable[..., Nest]
     reads: tuple[Group, ...]
     updates: tuple[Group, ...]
     consumes: bool
@@ -39,11 +44,11 @@ class Applied(NamedTuple):
         via_apply_gradients: whether the step called `apply_gradients` instead of `apply`.
     """
 
-    optimizer: Any
-    variables: tuple[Any, ...]
+    optimizer: keras.optimizers.Optimizer
+    variables: tuple[keras.Variable, ...]
     via_apply_gradients: bool = False
 
-    def again(self, gradients: Sequence[Any]) -> None:
+    def again(self, gradients: Sequence[Gradient]) -> None:
         """Apply the optimizer as the step did, to other gradients: tensors or None."""
         if self.via_apply_gradients:
             self.optimizer.apply_gradients(zip(gradients, self.variables))
@@ -54,15 +59,15 @@ class Applied(NamedTuple):
 class GradientSums(Protocol):
     """Sums of gradients that a backward pass adds to."""
 
-    def begin(self, shrink: Any, counts: Any) -> None:
+    def begin(self, shrink: Scalar, counts: Scalar) -> None:
         """Start to add the gradients of the next backward pass.
 
         Args:
-            shrink: scalar, factor for the sums so far.
+            shrink: factor for the sums so far.
             counts: bool scalar, False to leave these gradients out: they may be NaN.
         """
 
-    def end(self) -> list[Any]:
+    def end(self) -> list[Gradient]:
         """Return the sums: tensors or None."""
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from ga_model.base import _numbers
+from ga_model.base._types import Nest, Scalar, Tensor
 
 
 class Batch:
@@ -26,7 +27,7 @@ class Batch:
         num_microbatches: number of microbatches, at least 1.
     """
 
-    def __init__(self, data: Any, size: int | None) -> None:
+    def __init__(self, data: Nest, size: int | None) -> None:
         self._data = data
         self._size = size
         counts = [rows_of(leaf) for leaf in keras.tree.flatten(data) if _has_rows(leaf)]
@@ -47,7 +48,7 @@ class Batch:
         if self.is_split and self._is_uneven:
             raise ValueError(_rows_message(shapes_in(self._data)))
 
-    def microbatch(self, index: int) -> Any:
+    def microbatch(self, index: int) -> Nest:
         """Return one microbatch, in the structure of the batch."""
         if not self.is_split:
             return self._data
@@ -56,7 +57,7 @@ class Batch:
         return part_of(self._data, index * size, (index + 1) * size)
 
 
-def unpack(data: Any) -> Any:
+def unpack(data: Nest) -> Nest:
     """Return x, y and sample weights of a batch. Data other than a tuple of up to 3 is all x."""
     if isinstance(data, list) and len(data) <= 3:
         data = tuple(data)  # as Keras does: a `torch.utils.data.DataLoader` yields lists
@@ -65,14 +66,14 @@ def unpack(data: Any) -> Any:
     return keras.utils.unpack_x_y_sample_weight(data)
 
 
-def part_of(data: Any, start: int, stop: int) -> Any:
+def part_of(data: Nest, start: int, stop: int) -> Nest:
     """Return the samples from `start` up to `stop` of a nest."""
     return keras.tree.map_structure(
         lambda leaf: _numbers.rows_between(leaf, start, stop) if _has_rows(leaf) else leaf, data
     )
 
 
-def shapes_in(data: Any) -> list[tuple[int, ...]]:
+def shapes_in(data: Nest) -> list[tuple[int, ...]]:
     """Return the shapes of the arrays in a nest, in order."""
     return [tuple(leaf.shape) for leaf in keras.tree.flatten(data) if _has_rows(leaf)]
 
@@ -82,12 +83,12 @@ def _has_rows(leaf: Any) -> bool:
     return len(getattr(leaf, "shape", ())) > 0
 
 
-def rows_of(leaf: Any) -> Any:
+def rows_of(leaf: Tensor) -> Scalar:
     """Return the number of samples of a tensor: an integer, or a scalar computed in a graph."""
     return _numbers.shape_of(leaf)[0]
 
 
-def num_rows(data: Any) -> Any:
+def num_rows(data: Nest) -> Scalar:
     """Return the number of samples of the first tensor in a nest, or 1 if there is none."""
     return next((rows_of(leaf) for leaf in keras.tree.flatten(data) if _has_rows(leaf)), 1)
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from ga_model.base._types import Scalar, Tensor
 from ga_model.core.statistics import Moments
+
+if TYPE_CHECKING:
+    import keras
 
 
 class Traced(NamedTuple):
@@ -15,13 +19,13 @@ class Traced(NamedTuple):
         outputs: output tensors.
         attached: tensors that Keras's losses read from outputs, such as masks, by the index of the
             output and a name.
-        losses: scalars that layers added.
+        losses: what layers passed to `add_loss`.
         moments: moments of the calls of BatchNormalization layers.
     """
 
-    outputs: list[Any]
-    attached: dict[str, Any]
-    losses: list[Any]
+    outputs: list[Tensor]
+    attached: dict[str, Tensor]
+    losses: list[Tensor]
     moments: list[Moments]
 
 
@@ -35,10 +39,10 @@ class IsolatedCall(NamedTuple):
         samples: tensors with samples on axis 0.
     """
 
-    function: Callable[..., list[Any]]
-    layer: Any
-    fixed: list[Any]
-    samples: list[Any]
+    function: Callable[[list[Tensor], list[Tensor]], list[Tensor]]
+    layer: keras.Layer
+    fixed: list[Tensor]
+    samples: list[Tensor]
 
 
 class Split(NamedTuple):
@@ -55,10 +59,12 @@ class Split(NamedTuple):
         most: see `splitting_calls`.
     """
 
-    layer: Any
-    function: Callable[..., tuple[list[Any], Traced]]
-    carried: list[Any]
-    fixed: list[Any]
-    samples: list[Any]
+    layer: keras.Layer
+    function: Callable[
+        [list[Tensor], list[Tensor], list[Tensor], Scalar], tuple[list[Tensor], Traced]
+    ]
+    carried: list[Tensor]
+    fixed: list[Tensor]
+    samples: list[Tensor]
     size: int
     most: int | None

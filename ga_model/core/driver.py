@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import keras
 
 from ga_model._settings import Settings
 from ga_model.base import _numbers
+from ga_model.base._types import Logs, Nest
 from ga_model.core import messages
 from ga_model.core.automatic import SizeTrials, torn_message
 from ga_model.core.backend import Backend
@@ -42,7 +42,7 @@ class Driver(ModelState):
 
     window: Window | None
 
-    def __init__(self, model: Any, settings: Settings, backend: Backend) -> None:
+    def __init__(self, model: keras.Model, settings: Settings, backend: Backend) -> None:
         super().__init__(model, settings, backend)
         self.updates = Updates(model, backend)
         self.steps = Steps(model, backend, self.updates.logs_of)
@@ -74,14 +74,14 @@ class Driver(ModelState):
 
     # Batches.
 
-    def train(self, batches: Iterator[Any], number: int) -> Any:
+    def train(self, batches: Iterator[Nest], number: int) -> Logs:
         """Train up to `number` batches of an iterator, and return the last logs."""
         logs = self._train_next(next(batches))
         for data in itertools.islice(batches, number - 1):
             logs = self._train_next(data)
         return logs
 
-    def _train_next(self, data: Any) -> Any:
+    def _train_next(self, data: Nest) -> Logs:
         """Train a batch by microbatches, and update if it fills its window."""
         try:
             if not self._is_checked or self.is_automatic:
@@ -98,7 +98,7 @@ class Driver(ModelState):
             self.discard_window()
             raise
 
-    def _attempt(self, data: Any, **options: Any) -> Any:
+    def _attempt(self, data: Nest, **options: bool) -> Logs:
         """Train a batch, retrying where the first attempt shows that it needs another treatment."""
         first_error: Exception | None = None
         while True:
@@ -128,7 +128,7 @@ class Driver(ModelState):
             finally:
                 self.backend.present_batch = None
 
-    def _train_automatic(self, data: Any) -> Any:
+    def _train_automatic(self, data: Nest) -> Logs:
         """Train a batch in microbatches as large as memory allows."""
         model, found_size = self._model, self.automatic_size
         rows = self.backend.batch(data, None).rows
@@ -149,7 +149,7 @@ class Driver(ModelState):
                 self.window.sums = sums_before
             found_size.halve(model, rows, failure)
 
-    def _search(self, data: Any, rows: int) -> None:
+    def _search(self, data: Nest, rows: int) -> None:
         """Find the largest size up to `rows`, and restore everything else."""
         found_size, window = self.automatic_size, self.window
         if window is not None:  # trials reuse the memory of its sums
@@ -180,7 +180,7 @@ class Driver(ModelState):
             for message in messages:
                 self.warn_once(message)
 
-    def _train_batch(self, data: Any, is_trial: bool = False) -> Any:
+    def _train_batch(self, data: Nest, is_trial: bool = False) -> Logs:
         model, size = self._model, self._even_size()
         batch = self.backend.batch(data, size)
         self._most_rows = max(self._most_rows, batch.rows)
@@ -225,7 +225,7 @@ class Driver(ModelState):
 
     def _by_microbatches(
         self, batch: Batch, size: int | None, known: Known | None, is_trial: bool
-    ) -> Any:
+    ) -> Logs:
         """Train the microbatches of a batch, or the full batch with layer calls split by `size`.
 
         Args:
@@ -332,7 +332,7 @@ class Driver(ModelState):
 
     # Direct calls of `train_step`.
 
-    def run_step(self, train_step: Callable[..., Any], *args: Any) -> Any:
+    def run_step(self, train_step: Callable[..., Logs], *args: Nest) -> Logs:
         """Run a `train_step` that Keras, the core or user code calls.
 
         Raises:

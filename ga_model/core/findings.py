@@ -8,6 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from ga_model.base._types import Nest
 from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.batch import shapes_in
@@ -50,12 +51,12 @@ class Known:
 class Findings:
     """Tries the step of a model once per structure of data, and again if training has news."""
 
-    def __init__(self, model: Any, backend: Backend) -> None:
+    def __init__(self, model: keras.Model, backend: Backend) -> None:
         self._model = model
         self._backend = backend
-        self._known: dict[Any, Known] = {}  # by structure and kind of window
+        self._known: dict[tuple[bool, bool, str], Known] = {}  # by structure and kind of window
 
-    def of(self, step: Step, data: Any, rows: int, window: Window | None) -> Known:
+    def of(self, step: Step, data: Nest, rows: int, window: Window | None) -> Known:
         """Return what is known of a step, after a trial if one is due.
 
         Args:
@@ -80,7 +81,7 @@ class Findings:
         return known
 
     def _try_first(
-        self, step: Step, data: Any, rows: int, assumed: Known | None, window: Window | None
+        self, step: Step, data: Nest, rows: int, assumed: Known | None, window: Window | None
     ) -> Known:
         """Try a step whose samples have shown no gradient so far, and return the result."""
         model = self._model
@@ -105,7 +106,7 @@ class Findings:
         """Whether a warning about a step that is not exact was given."""
         return not all(known.verdict.is_exact for known in self._known.values())
 
-    def look_at(self, known: Known, window: Window, data: Any, written: set[str]) -> None:
+    def look_at(self, known: Known, window: Window, data: Nest, written: set[str]) -> None:
         """Try samples of a full window in which training showed news.
 
         Args:
@@ -150,7 +151,7 @@ class Findings:
         known.next_trial *= 4
         return known.verdict.is_watched
 
-    def _warning_of(self, step: Step, data: Any, verdict: Verdict, error: Exception | None) -> str:
+    def _warning_of(self, step: Step, data: Nest, verdict: Verdict, error: Exception | None) -> str:
         """Return the warning about a step that is not exact or could not be tried, if any."""
         shapes = [] if step.is_own else shapes_in(data)  # a custom step may split any data
         if not verdict.is_exact and len({rows for rows, *_ in shapes}) > 1:
@@ -159,7 +160,7 @@ class Findings:
             return messages.untried_message(self._model.name, error)
         return "" if verdict.is_exact else messages.unlike_message(self._model.name, verdict)
 
-    def _revise(self, known: Known, data: Any, verdict: Verdict, error: Exception | None) -> bool:
+    def _revise(self, known: Known, data: Nest, verdict: Verdict, error: Exception | None) -> bool:
         """Store the result of a later trial, and return whether it differs from the verdict.
 
         Processes that train together keep their first verdict.

@@ -32,6 +32,7 @@ from ga_model.base._internals import (
     value_in,
 )
 from ga_model.base._method_patch import MethodPatch
+from ga_model.base._types import Nest, Scalar, Tensor
 from ga_model.core.backend import Backend
 from ga_model.core.call_types import IsolatedCall, Split, Traced
 from ga_model.core.messages import text_of
@@ -39,7 +40,7 @@ from ga_model.core.metric_calls import waiting
 from ga_model.core.models import unrecorded
 from ga_model.core.proof.calls import HALF, NotByRowsError, kinds_of_call
 from ga_model.core.proof.own_code import has_own_gradients, has_own_operations
-from ga_model.core.statistics import MomentsRecorder, is_known, present_recorder
+from ga_model.core.statistics import Call, MomentsRecorder, is_known, present_recorder
 
 _NOT_ROWS = "it combines samples, or gives something other than one value per sample"
 _NOT_ROWS_BACK = "it has a custom gradient that combines samples"
@@ -70,12 +71,12 @@ class LayerCall:
     def __init__(
         self,
         backend: Backend,
-        layer: Any,
-        call: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
+        layer: keras.Layer,
+        call: Callable[..., Nest],
+        args: tuple[Nest, ...],
+        kwargs: dict[str, Nest],
         size: int,
-        samples_of: Callable[[Any], Any],
+        samples_of: Callable[[Tensor], np.ndarray | None],
     ) -> None:
         self._backend, self._layer, self._call = backend, layer, call
         self._arguments, self._size, self._samples_of = (args, kwargs), size, samples_of
@@ -102,11 +103,11 @@ class LayerCall:
         self._scope = stateless_scope()
         self._state = [value_in(self._scope, variable) for variable in self._variables]
         self._python = PythonState(layer)
-        self.kinds: list[Any] = []
-        self._adders: list[Any] = []
+        self.kinds: list[str | None] = []
+        self._adders: list[keras.Layer] = []
         self._written: list[int] = []  # indices of the variables that it writes to
-        self.normalizations: list[Any] = []
-        self._outputs: Any = None  # structure, with 0 in place of tensors
+        self.normalizations: list[Call] = []
+        self._outputs: Nest = None  # structure, with 0 in place of tensors
         self._tensors: list[int] = []  # indices of the tensors among its leaves
 
     def _build(self) -> None:
@@ -127,12 +128,12 @@ class LayerCall:
             raise NotByRowsError("it is not built, and cannot be built without a call") from error
 
     @property
-    def _fixed(self) -> list[Any]:
+    def _fixed(self) -> list[Tensor]:
         return [*self._state, *(self._leaves[place] for place in self._shared)]
 
     def _run(
-        self, fixed: list[Any], samples: list[Any], knows_others: bool = True
-    ) -> tuple[list[Any], Traced]:
+        self, fixed: list[Tensor], samples: list[Tensor], knows_others: bool = True
+    ) -> tuple[list[Tensor], Traced]:
         """Trace the call on some samples.
 
         Args:
@@ -216,18 +217,18 @@ class LayerCall:
         _, reason, self.kinds, self._written = cache[key]
         return reason
 
-    def _analyze(self) -> tuple[str | None, list[Any], list[int]]:
+    def _analyze(self) -> tuple[str | None, list[str | None], list[int]]:
         """Try the call. Return a reason or None, kinds of losses, indices of written variables."""
         num_outputs = 1  # of outputs and attached tensors
 
-        def outputs(fixed: list[Any], samples: list[Any]) -> list[Any]:
+        def outputs(fixed: list[Tensor], samples: list[Tensor]) -> list[Tensor]:
             nonlocal num_outputs
             _, traced = self._run(fixed, samples, knows_others=False)
             arrays = [*traced.outputs, *traced.attached.values()]
             num_outputs = len(arrays)
             return [*arrays, *map(ops.sum, traced.losses)]
 
-        def without_losses(fixed: list[Any], samples: list[Any]) -> list[Any]:
+        def without_losses(fixed: list[Tensor], samples: list[Tensor]) -> list[Tensor]:
             return outputs(fixed, samples)[:num_outputs]
 
         normalizing = [layer for layer in layers_in(self._layer) if is_known(layer)]
@@ -273,7 +274,7 @@ class LayerCall:
         written = [self._variables[place] for place in self._written]
         return sorted({variable.path for variable in written if id(variable) not in excluded})
 
-    def by_microbatches(self, most: int | None) -> Any:
+    def by_microbatches(self, most: int | None) -> Nest:
         """Run the call by microbatches, and return its outputs.
 
         Args:
@@ -282,8 +283,8 @@ class LayerCall:
         written = list(self._written)
 
         def run(
-            carried: list[Any], fixed: list[Any], samples: list[Any], share: Any
-        ) -> tuple[list[Any], Traced]:
+            carried: list[Tensor], fixed: list[Tensor], samples: list[Tensor], share: Scalar
+        ) -> tuple[list[Tensor], Traced]:
             values = list(fixed)
             for place, value in zip(written, carried):
                 values[place] = value
@@ -348,8 +349,10 @@ def _has_tensors(values: list[Any]) -> bool:
     return any(map(ops.is_tensor, leaves_in(values)))
 
 
-def _with_averages(layer: Any, moments: Callable[..., Any]) -> Callable[..., Any]:
-    def averages(inputs: Any, mask: Any) -> Any:
+def _with_averages(
+    layer: keras.Layer, moments: Callable[..., tuple[Tensor, ...]]
+) -> Callable[..., tuple[Tensor, ...]]:
+    def averages(inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
         if not _uses_averages.get():
             return moments(inputs, mask)
         return tuple(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
@@ -11,6 +11,7 @@ from keras import ops
 
 from ga_model.base import _numbers
 from ga_model.base._internals import mask_of, same_rank, scaled_for_replicas
+from ga_model.base._types import Nest, Scalar, Tensor
 from ga_model.core import messages
 from ga_model.core.backend_types import GradientSums
 from ga_model.core.batch import num_rows, unpack
@@ -49,28 +50,28 @@ class Position(NamedTuple):
     """Position of a microbatch in its window.
 
     Attributes:
-        steps: scalar, batches per window.
-        num_microbatches: scalar, microbatches per window.
-        parts: scalar, see `Numbers`.
+        steps: batches per window.
+        num_microbatches: microbatches per window.
+        parts: see `Numbers`.
         is_first: bool scalar, whether no microbatch of the window has counted yet.
-        unit: scalar, current unit of the weights, or zero.
+        unit: current unit of the weights, or zero.
         whole: the batch, if it is split.
         sums: sums that the backward pass adds gradients to, or None.
     """
 
-    steps: Any
-    num_microbatches: Any
-    parts: Any
-    is_first: Any
-    unit: Any
+    steps: Scalar
+    num_microbatches: Scalar
+    parts: Scalar
+    is_first: Scalar
+    unit: Scalar
     whole: FullBatch | None
     sums: GradientSums | None = None
 
-    def in_unit(self, weight: Any) -> tuple[Any, Any]:
+    def in_unit(self, weight: Scalar) -> tuple[Scalar, Scalar]:
         """Return the new unit of the window, and the microbatch's weight in it.
 
         Args:
-            weight: weight of the microbatch, a scalar.
+            weight: weight of the microbatch.
         """
         least = abs(weight * self.parts)
         unit = _numbers.where(least > self.unit, least, self.unit)
@@ -96,22 +97,27 @@ class StepLosses:
     """
 
     def __init__(
-        self, model: Any, backend: Backend, data: Any, position: Position, kinds: Kinds | None
+        self,
+        model: keras.Model,
+        backend: Backend,
+        data: Nest,
+        position: Position,
+        kinds: Kinds | None,
     ) -> None:
         self._model, self._backend = model, backend
         self._data = data
         self._position = position
         self.compiled: list[Term] = []
-        self._additional: list[Any] = []  # of layers, then of weight regularizers
+        self._additional: list[Scalar] = []  # of layers, then of weight regularizers
         self._cached_terms: tuple[tuple[int, int], LossTerms] | None = None
-        self.lost: list[Any] = []
-        self.values: dict[str, Any] = {}
-        self.added: list[Any] = []
+        self.lost: list[Scalar] = []
+        self.values: dict[str, Scalar] = {}
+        self.added: list[Scalar] = []
         self.has_own = not is_of_keras(model, "compute_loss")
         self._kinds = kinds
         self._is_ruled = model._has_rule()
 
-    def entries(self) -> tuple[Any, ...]:
+    def entries(self) -> tuple[Scalar, ...]:
         """Return the number of loss values of each unmasked mean, if there are several."""
         counts = [term.weight for term in self.compiled if term.kind == "rows"]
         return tuple(map(_numbers.float64, counts)) if len(counts) > 1 else ()
@@ -128,7 +134,7 @@ class StepLosses:
         self.compiled.append(term)
         self.lost += term.lost
 
-    def note_additional(self, total: Any) -> None:
+    def note_additional(self, total: Scalar) -> None:
         """Record a loss that a layer or a regularizer added, after Keras reduced it to a scalar."""
         self._additional.append(total)
         self.added.append(ops.stop_gradient(total))
@@ -176,7 +182,9 @@ class StepLosses:
             raise NeedsTrialError
         return self._kinds.added[index : index + 1] == ("sum",)
 
-    def kind_of(self, name: str, loss: Any, y_true: Any, y_pred: Any, number: Any) -> str:
+    def kind_of(
+        self, name: str, loss: keras.losses.Loss, y_true: Nest, y_pred: Nest, number: Scalar | None
+    ) -> str:
         """Return the kind of a compiled loss: "rows" (values per sample), "mean" or "sum".
 
         Args:
@@ -199,12 +207,12 @@ class StepLosses:
         self.values[name] = ops.stop_gradient(number)
         return dict(self._kinds.compiled).get(name, assumed)
 
-    def num_rows(self) -> Any:
+    def num_rows(self) -> Scalar:
         """Return the number of samples of the microbatch."""
         return num_rows(unpack(self._data)[0])
 
 
-def _shapes_fit(loss: Any, y_true: Any, y_pred: Any) -> bool:
+def _shapes_fit(loss: keras.losses.Loss, y_true: Nest, y_pred: Nest) -> bool:
     """Return whether targets and outputs do not broadcast along the samples."""
     names = type(loss).__name__, getattr(getattr(loss, "fn", None), "__name__", "")
     takes_classes = any("sparse" in name.lower() for name in names)  # targets lack the class axis
@@ -216,7 +224,9 @@ def _shapes_fit(loss: Any, y_true: Any, y_pred: Any) -> bool:
     )
 
 
-def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
+def observer_of(
+    entry: Any, compiled: keras.losses.Loss, losses: StepLosses
+) -> Callable[..., Tensor]:
     """Return a stand-in for a loss that computes it and records its term in `compiled`.
 
     Args:
@@ -227,17 +237,17 @@ def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
     loss, name = entry.loss, entry.name
     reduction = getattr(loss, "reduction", None)
 
-    def observe(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        seen: list[Any] = []
+    def observe(y_true: Nest, y_pred: Nest, sample_weight: Tensor | None = None) -> Tensor:
+        seen: list[Tensor] = []
         value = _observed_twin(loss, seen)(y_true, y_pred, sample_weight)
         values = seen[-1] if seen else None
         is_number = values is not None and len(values.shape) == 0
         loss_kind = losses.kind_of(name, loss, y_true, y_pred, values if is_number else None)
         is_product = is_number and sample_weight is not None
         rows = num_rows(y_pred)
-        weight: Any = rows
+        weight: Scalar = rows
         kind: Hashable = "rows"
-        lost: tuple[Any, ...] = ()
+        lost: tuple[Scalar, ...] = ()
         if is_number and not is_product:  # no reduction changes a scalar
             if loss_kind == "sum":
                 weight, kind = None, "sum"
@@ -258,7 +268,7 @@ def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
     return observe
 
 
-def _observed_twin(loss: Any, seen: list[Any]) -> Any:
+def _observed_twin(loss: keras.losses.Loss, seen: list[Tensor]) -> keras.losses.Loss:
     """Return a twin of a loss that records the values that it computes.
 
     Args:
@@ -268,7 +278,7 @@ def _observed_twin(loss: Any, seen: list[Any]) -> Any:
         return loss
 
     class Observed(type(loss)):  # type: ignore[misc]
-        def call(self, y_true: Any, y_pred: Any) -> Any:
+        def call(self, y_true: Nest, y_pred: Nest) -> Tensor:
             values = super().call(y_true, y_pred)
             # Perhaps a Python number. Converting a ragged tensor would fail.
             is_tensor = ops.is_tensor(values)
@@ -281,8 +291,8 @@ def _observed_twin(loss: Any, seen: list[Any]) -> Any:
 
 
 def _denominator(
-    reduction: str, values: Any, sample_weight: Any, masks: list[Any], rows: Any
-) -> tuple[Any, Hashable, tuple[Any, ...]]:
+    reduction: str, values: Tensor, sample_weight: Tensor | None, masks: list[Tensor], rows: Scalar
+) -> tuple[Scalar, Hashable, tuple[Scalar, ...]]:
     """Return the denominator of a mean over `values`, as `keras.losses.Loss` computes it.
 
     Args:
@@ -312,7 +322,7 @@ def _denominator(
         number = ops.sum(ops.cast(mask, dtype))
         return number * _numbers.like(number, per_entry), kind, ()
     weight = None if mask is None else ops.cast(mask, dtype)
-    lost: tuple[Any, ...] = ()
+    lost: tuple[Scalar, ...] = ()
     if by_sample_weight:
         kind = (*kind, id(sample_weight))
         weights = ops.stop_gradient(ops.convert_to_tensor(sample_weight))

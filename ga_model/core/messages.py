@@ -10,6 +10,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import keras
+
     from ga_model.core.proof.verdict import Verdict
 
 ALONE = (
@@ -269,7 +271,7 @@ def whole_call_message(layer: str, reason: str) -> str:
     )
 
 
-def late_gradient_message(variables: list[Any]) -> str:
+def late_gradient_message(variables: list[keras.Variable]) -> str:
     names = [path_of(variable) for variable in variables]
     return (
         "A variable that has no gradient in the first microbatch cannot get one later. "
@@ -327,6 +329,6 @@ def mixed_weights_message() -> str:
     )
 
 
-def path_of(variable: Any) -> str:
+def path_of(variable: keras.Variable) -> str:
     """Return the path of a Keras variable, or the name of a TensorFlow variable."""
     return str(getattr(variable, "path", None) or variable.name)

@@ -15,6 +15,8 @@ import keras
 
 from ga_model.base._context import ThreadValue
 from ga_model.base._method_patch import MethodPatch
+from ga_model.base._types import Nest, Scalar, Tensor
+from ga_model.core.weights import Term
 
 _MEANS = (keras.metrics.Mean, keras.metrics.Sum)  # these receive the results of metric functions
 _calls = ThreadValue()  # the `MetricCalls` of this thread, or None
@@ -23,10 +25,10 @@ _calls = ThreadValue()  # the `MetricCalls` of this thread, or None
 class MetricCall(NamedTuple):
     """An update of a metric by a scalar, and the loss term whose value it is, or None."""
 
-    metric: Any
-    value: Any
-    sample_weight: Any
-    term: Any
+    metric: keras.Metric
+    value: Scalar
+    sample_weight: Scalar | None
+    term: Term | None
 
 
 class MetricCalls:
@@ -50,10 +52,10 @@ class MetricCalls:
         self.unnoted = unnoted
         self._waits = waits
         self.updates: list[MetricCall] = []
-        self.results: list[tuple[Any, Any, str | None]] = []
-        self.terms: dict[int, list[Any]] = {}
+        self.results: list[tuple[Tensor, keras.Metric, str | None]] = []
+        self.terms: dict[int, list[Term]] = {}
 
-    def update(self, metric: Any, value: Any, sample_weight: Any) -> None:
+    def update(self, metric: keras.Metric, value: Scalar, sample_weight: Scalar | None) -> None:
         """Record an update."""
         terms = self.terms.get(id(metric))  # Keras updates the metric right after the loss
         term = terms[-1] if terms else None
@@ -62,7 +64,7 @@ class MetricCalls:
         if not self._waits:
             give(call._replace(value=value))
 
-    def note_result(self, metric: Any, result: Any) -> Any:
+    def note_result(self, metric: keras.Metric, result: Nest) -> Nest:
         """Record a result of a metric, and return it."""
         by_key = result if isinstance(result, dict) else {None: result}
         self.results += [(value, metric, key) for key, value in by_key.items()]
@@ -87,8 +89,8 @@ def waiting(calls: MetricCalls | None) -> Iterator[None]:
         yield
 
 
-def _recorded(metric: Any, result: Callable[..., Any]) -> Callable[..., Any]:
-    def recorded(*args: Any, **kwargs: Any) -> Any:
+def _recorded(metric: keras.Metric, result: Callable[..., Nest]) -> Callable[..., Nest]:
+    def recorded(*args: Any, **kwargs: Any) -> Nest:
         calls = _calls.get()
         if calls is None:
             return result(*args, **kwargs)
@@ -103,8 +105,8 @@ def _recorded(metric: Any, result: Callable[..., Any]) -> Callable[..., Any]:
 noting_results = MethodPatch("result", _recorded)
 
 
-def _delayed(_: Any, update_state: Callable[..., Any]) -> Callable[..., Any]:
-    def update(metric: Any, values: Any, sample_weight: Any = None) -> Any:
+def _delayed(_: type[keras.Metric], update_state: Callable[..., Any]) -> Callable[..., Any]:
+    def update(metric: keras.Metric, values: Tensor, sample_weight: Tensor | None = None) -> Any:
         calls = _calls.get()
         # Values per sample add up over microbatches, so they are not delayed.
         if calls is None or not (_is_scalar(values) and _is_scalar(sample_weight)):
@@ -118,5 +120,5 @@ def _delayed(_: Any, update_state: Callable[..., Any]) -> Callable[..., Any]:
 _updates_of_means = MethodPatch("update_state", _delayed)
 
 
-def _is_scalar(value: Any) -> bool:
+def _is_scalar(value: Tensor | None) -> bool:
     return value is None or keras.ops.ndim(value) == 0

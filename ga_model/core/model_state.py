@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ga_model._settings import Settings, passed
 from ga_model.base import _validate
@@ -15,6 +15,9 @@ from ga_model.core.backend import Backend
 from ga_model.core.models import optimizers_in
 from ga_model.core.noise import GradientNoise
 from ga_model.core.updates import Counters
+
+if TYPE_CHECKING:
+    import keras
 
 
 class ModelState:
@@ -40,7 +43,7 @@ class ModelState:
         held_back: warnings collected by `holding_back`, or None.
     """
 
-    def __init__(self, model: Any, settings: Settings, backend: Backend) -> None:
+    def __init__(self, model: keras.Model, settings: Settings, backend: Backend) -> None:
         self._model, self.backend = model, backend
         self.settings = settings
         self.automatic_size, self.noise = FoundSize(), GradientNoise()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from ga_model.base._context import ThreadValue
+
+if TYPE_CHECKING:
+    from ga_model.core.recorder import Recording
 
 recording_of_thread = ThreadValue()  # the `Recording` of the step that this thread runs
 
@@ -18,18 +21,18 @@ def unrecorded() -> contextlib.AbstractContextManager[None]:
     return recording_of_thread.set(None)
 
 
-def current_recording(model: Any) -> Any:
+def current_recording(model: keras.Model) -> Recording | None:
     """Return the recording of `model` that is running in this thread, or None."""
     recording = recording_of_thread.get()
     return recording if recording is not None and recording.model is model else None
 
 
-def optimizers_in(value: Any) -> list[Any]:
+def optimizers_in(value: Any) -> list[keras.optimizers.Optimizer]:
     """Return the optimizers in a value: itself, or in nested lists and dicts."""
     return instances_in(value, keras.optimizers.Optimizer)
 
 
-def instances_in(value: Any, classes: Any) -> list[Any]:
+def instances_in(value: Any, classes: type | tuple[type, ...]) -> list[Any]:
     """Return the instances of `classes` in a value: itself, or in nested lists and dicts.
 
     Must be fast: steps that run eagerly call it in every batch, on lists of all layers.
@@ -44,7 +47,7 @@ def instances_in(value: Any, classes: Any) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _kind_of(cls: type, classes: Any) -> str | None:
+def _kind_of(cls: type, classes: type | tuple[type, ...]) -> str | None:
     """Return how `instances_in` treats instances of a class."""
     if issubclass(cls, dict):
         return "dict"
@@ -53,7 +56,7 @@ def _kind_of(cls: type, classes: Any) -> str | None:
     return "instance" if issubclass(cls, classes) else None
 
 
-def is_of_keras(model: Any, name: str) -> bool:
+def is_of_keras(model: keras.Model | keras.optimizers.Optimizer, name: str) -> bool:
     """Return whether a model's method, below this package's, is that of `keras.Model`.
 
     Args:

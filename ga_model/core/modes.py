@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from ga_model.base._types import Scalar
 from ga_model.core.backend_types import Applied
 from ga_model.core.proof.verdict import Verdict
 from ga_model.core.recorder import Update
 from ga_model.core.statistics import Call
+
+if TYPE_CHECKING:
+    import keras
 
 
 class Numbers(NamedTuple):
@@ -21,11 +25,11 @@ class Numbers(NamedTuple):
         totals: weights of the loss terms in the batch, or None if they are not needed.
     """
 
-    steps: float
-    num_microbatches: float
-    parts: float
-    rows: float
-    totals: list[Any] | None
+    steps: Scalar
+    num_microbatches: Scalar
+    parts: Scalar
+    rows: Scalar
+    totals: list[Scalar] | None
 
 
 class Mode(NamedTuple):
@@ -71,7 +75,7 @@ class Structure(NamedTuple):
     updates: list[Update]
     calls: list[Call]
     own_logs: tuple[str, ...] = ()
-    logs_of_metrics: tuple[tuple[str, Any, str | None], ...] = ()
+    logs_of_metrics: tuple[tuple[str, keras.Metric, str | None], ...] = ()
 
 
 class NeedsTotalsError(Exception):

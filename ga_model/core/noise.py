@@ -31,12 +31,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import nan
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import keras
 from keras import ops
 
 from ga_model.base import _numbers
 from ga_model.base._internals import overwrites
+from ga_model.base._types import Gradient, Scalar, Tensor
 
 
 class Averages(NamedTuple):
@@ -63,12 +65,16 @@ class Squares(NamedTuple):
         number: number of microbatches with a weight.
     """
 
-    total: Any
-    number: Any
+    total: Scalar
+    number: Scalar
 
     @classmethod
     def of(
-        cls, gradients: Sequence[Any], variables: Sequence[Any], relative_weight: Any, scale: Any
+        cls,
+        gradients: Sequence[Gradient],
+        variables: Sequence[keras.Variable],
+        relative_weight: Scalar,
+        scale: Scalar,
     ) -> Squares:
         """Return the contribution of one microbatch.
 
@@ -80,12 +86,14 @@ class Squares(NamedTuple):
         squares = _numbers.share(squared_norm(gradients, variables, scale), relative_weight)
         return cls(squares, _numbers.like(squares, relative_weight != 0))
 
-    def plus(self, other: Squares, shrink: Any) -> Squares:
+    def plus(self, other: Squares, shrink: Scalar) -> Squares:
         """Return the sum of both, where `shrink` converts this one to the unit of the other."""
         return Squares(self.total * shrink + other.total, self.number + other.number)
 
 
-def squared_norm(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> Any:
+def squared_norm(
+    gradients: Sequence[Gradient], variables: Sequence[keras.Variable], scale: Scalar
+) -> Scalar:
     """Return the sum of squares of all entries of the gradients of the unscaled loss."""
     pairs = [(g, v) for g, v in zip(gradients, variables) if not overwrites(v)]
     dense = [_dense(g, v) for g, v in pairs if g is not None]
@@ -93,14 +101,16 @@ def squared_norm(gradients: Sequence[Any], variables: Sequence[Any], scale: Any)
     return sum(map(_numbers.float64, squares), _numbers.float64(0.0))
 
 
-def _dense(gradient: Any, variable: Any) -> Any:
+def _dense(gradient: Gradient, variable: keras.Variable) -> Tensor:
     is_sparse = isinstance(gradient, tuple)
     if not is_sparse:
         return gradient
     return _numbers.dense(gradient.values, gradient.indices, variable.shape)
 
 
-def averaged(before: Any, decay: Any, squares: Squares, weight: Any, norm: Any) -> Any:
+def averaged(
+    before: Tensor, decay: Scalar, squares: Squares, weight: Scalar, norm: Scalar
+) -> Tensor:
     """Return the decayed sums of an optimizer after one more window.
 
     Args:
@@ -131,12 +141,13 @@ class GradientNoise:
     """
 
     def __init__(self) -> None:
-        self.asked_by: Any = None
-        self.last_asked_by: Any = None
+        self.asked_by: keras.callbacks.Callback | None = None
+        self.last_asked_by: keras.callbacks.Callback | None = None
         self.decay = 0.0
-        self._sums: dict[int, tuple[Any, Any]] = {}  # with the optimizer, by its id
+        # By ids of optimizers, with the optimizer.
+        self._sums: dict[int, tuple[keras.optimizers.Optimizer, Tensor]] = {}
 
-    def start(self, asked_by: Any, decay: float) -> None:
+    def start(self, asked_by: keras.callbacks.Callback, decay: float) -> None:
         """Start to measure, or continue if the same callback measured last."""
         if asked_by is not self.last_asked_by:
             self.decay, self._sums = decay, {}
@@ -145,20 +156,20 @@ class GradientNoise:
     def stop(self) -> None:
         self.asked_by = None
 
-    def of(self, optimizer: Any) -> Any:
+    def of(self, optimizer: keras.optimizers.Optimizer) -> Tensor:
         """Return the decayed sums of an optimizer, as in `averaged`."""
         _, sums = self._sums.get(id(optimizer)) or (optimizer, ops.zeros(5))
         return sums
 
-    def set(self, optimizer: Any, sums: Any) -> None:
+    def set(self, optimizer: keras.optimizers.Optimizer, sums: Tensor) -> None:
         self._sums[id(optimizer)] = optimizer, sums
 
-    def averages(self) -> list[tuple[Any, Averages]]:
+    def averages(self) -> list[tuple[keras.optimizers.Optimizer, Averages]]:
         """Return each optimizer with its averages."""
         return [(optimizer, _averages_of(sums)) for optimizer, sums in self._sums.values()]
 
 
-def _averages_of(sums: Any) -> Averages:
+def _averages_of(sums: Tensor) -> Averages:
     trace, norm, size, weight, number = map(float, ops.convert_to_numpy(sums))
     if not number:
         return Averages()

@@ -20,7 +20,7 @@ def _name_of(function: Any) -> str | None:
     return name if getattr(keras.losses, name, None) is function else None
 
 
-def is_by_sample(loss: Any) -> bool:
+def is_by_sample(loss: keras.losses.Loss) -> bool:
     """Return whether a loss is a Keras loss that treats each sample separately."""
     loss_class, function = type(loss), getattr(loss, "fn", None)
     name = loss_class.__name__ if function is None else _name_of(function)
@@ -29,7 +29,7 @@ def is_by_sample(loss: Any) -> bool:
     return is_of_keras and name not in _COMPARING and not is_over_samples
 
 
-def parts_of(metric: Any) -> list[Any]:
+def parts_of(metric: keras.Metric) -> list[keras.Metric]:
     """Return a metric of `model.metrics` and the metrics that it contains, in this order."""
     if type(metric).__name__ == "CompileMetrics":
         return [part for inner in metric.metrics for part in parts_of(inner)]
@@ -43,7 +43,7 @@ def is_of_user(value: Any) -> bool:
     return callable(value) and not module.startswith("keras.")
 
 
-def counts_samples(metric: Any) -> bool:
+def counts_samples(metric: keras.Metric) -> bool:
     """Return whether a metric is a Keras metric that adds up values of single samples."""
     parts = [metric, *parts_of(metric)]
     if any(map(is_along_samples, parts)):
@@ -57,7 +57,7 @@ def counts_samples(metric: Any) -> bool:
     return all(type(part).__module__.startswith("keras.") for part in parts) and not has_other_code
 
 
-def others_of_user(model: Any) -> list[Any]:
+def others_of_user(model: keras.Model) -> list[Any]:
     """Return the custom objects of a model that are not layers.
 
     These are its metrics and losses, and all objects of classes from the same packages that are

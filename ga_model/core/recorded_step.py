@@ -13,6 +13,7 @@ from keras import ops
 from ga_model.base import _numbers
 from ga_model.base._identity import is_in
 from ga_model.base._internals import copy_of, ids_of_seeds
+from ga_model.base._types import Gradient, Logs, Nest, Scalar
 from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GradientSums
@@ -38,7 +39,7 @@ class RecordedStep:
         writes_to: ids of all non-trainable variables that steps have written to.
     """
 
-    def __init__(self, model: Any, backend: Backend) -> None:
+    def __init__(self, model: keras.Model, backend: Backend) -> None:
         self._model = model
         self._backend = backend
         self.found: Structure | None = None
@@ -54,9 +55,9 @@ class RecordedStep:
     def record(
         self,
         mode: Mode,
-        unit: Any,
-        num_counted: Any,
-        data: Any,
+        unit: Scalar,
+        num_counted: Scalar,
+        data: Nest,
         numbers: Numbers,
         gradients: GradientSums | None = None,
     ) -> Sums:
@@ -100,12 +101,12 @@ class RecordedStep:
                 variable.assign(_numbers.where(is_finite, copy_of(variable), value))
         return sums
 
-    def _weigh_one(self, mode: Mode, position: Position, data: Any) -> Sums:
+    def _weigh_one(self, mode: Mode, position: Position, data: Nest) -> Sums:
         """Run the step, and weight the microbatch by the verdict."""
         verdict = mode.verdict or OF_KERAS
-        written: list[Any] = []
+        written: list[keras.Variable] = []
 
-        def run(data: Any) -> tuple[Any, ...]:
+        def run(data: Nest) -> tuple[Any, ...]:
             nonlocal written
             recording, recorder, logs, written = self._run(mode, position, data)
             own_logs, metric_logs = ({}, ()) if verdict.is_folded else recording.split_logs(logs)
@@ -129,7 +130,7 @@ class RecordedStep:
             recording.release()
             return (*result, of_loss, weight, has_lost, entries)
 
-        scalars: dict[str, Any] = {}
+        scalars: dict[str, Scalar] = {}
         is_noted = verdict.needed_scalars or (verdict.watched and self._backend.traces)
         if not is_noted:
             result = run(data)
@@ -178,8 +179,8 @@ class RecordedStep:
         )
 
     def _run(
-        self, mode: Mode, position: Position, data: Any
-    ) -> tuple[Recording, MomentsRecorder, Any, list[Any]]:
+        self, mode: Mode, position: Position, data: Nest
+    ) -> tuple[Recording, MomentsRecorder, Logs, list[keras.Variable]]:
         """Run a step, recorded.
 
         Returns:
@@ -187,7 +188,7 @@ class RecordedStep:
         """
         model, backend, verdict = self._model, self._backend, mode.verdict
         layers = model._batch_normalization_layers()
-        splitting: Any = contextlib.nullcontext()
+        splitting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if mode.size is not None:
             most = 2 if mode.is_trial else None
             splitting = splitting_calls(model, backend, data, mode.size, most)
@@ -228,13 +229,15 @@ class RecordedStep:
                 model._warn_once(message)
         return recording, recorder, logs, written
 
-    def _without_state(self, written: list[Any], normalizing: list[Any]) -> list[Any]:
+    def _without_state(
+        self, written: list[keras.Variable], normalizing: list[keras.Layer]
+    ) -> list[keras.Variable]:
         """Return the written variables that are not seeds or running averages."""
         excluded = ids_of_seeds(self._model)
         excluded |= {id(v) for layer in normalizing for v in layer.non_trainable_variables}
         return [variable for variable in written if id(variable) not in excluded]
 
-    def weigh(self, data: Any) -> list[Any]:
+    def weigh(self, data: Nest) -> list[Scalar]:
         """Run a forward pass, and return the weights of the terms of the compiled loss."""
         model = self._model
         position = Position(1.0, 1.0, 1.0, True, _numbers.float64(0.0), None)
@@ -249,7 +252,7 @@ class RecordedStep:
 
 
 def _weighed(
-    value: Any, weighing: Weighing, seen: Seen, position: Position, count: Any = 1.0
+    value: Scalar, weighing: Weighing, seen: Seen, position: Position, count: Scalar = 1.0
 ) -> Amount:
     """Return the weighted number of one microbatch, for the sum of the window."""
     if weighing.is_sum:
@@ -261,13 +264,13 @@ def _weighed(
     return Amount._make(map(_numbers.float64, (numerator, rest, count, 1.0)))
 
 
-def _required(totals: list[Any] | None) -> list[Any]:
+def _required(totals: list[Scalar] | None) -> list[Scalar]:
     if totals is None:
         raise NeedsTotalsError
     return totals
 
 
-def _with_unit(gradient: Any, total: Any, unit: Any) -> Any:
+def _with_unit(gradient: Gradient, total: Scalar | None, unit: Scalar) -> Gradient:
     """Return a sparse gradient with its unit, and zeros if the microbatch does not count."""
     if not isinstance(gradient, Rows):
         return gradient
@@ -277,7 +280,7 @@ def _with_unit(gradient: Any, total: Any, unit: Any) -> Any:
     return gradient._replace(values=values, unit=unit)
 
 
-def _skipped(sums: Sums) -> tuple[Any, Sums]:
+def _skipped(sums: Sums) -> tuple[Scalar, Sums]:
     """Return whether all gradients of a microbatch are finite, and its sums, zero if not."""
     values = [values_of(g) for g in sums.gradients if g is not None]
     parts = [ops.all(ops.isfinite(v)) for v in values]

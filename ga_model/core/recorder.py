@@ -19,11 +19,12 @@ from keras import ops
 from ga_model.base import _numbers, _validate
 from ga_model.base._identity import is_in, unique
 from ga_model.base._internals import copy_of, loss_tracker, overwrites, unscaled_for_replicas
+from ga_model.base._types import Gradient, Logs, Nest, Scalar, Tensor
 from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import Applied
 from ga_model.core.losses import Kinds, Position, StepLosses
-from ga_model.core.metric_calls import MetricCalls, give, noting_results, waiting
+from ga_model.core.metric_calls import MetricCall, MetricCalls, give, noting_results, waiting
 from ga_model.core.models import instances_in, recording_of_thread, unrecorded
 from ga_model.core.of_user import parts_of
 from ga_model.core.stand_ins import observed_loss
@@ -42,10 +43,10 @@ class Update(NamedTuple):
         is_sum: whether its count is summed over microbatches. Otherwise it is one per window.
     """
 
-    metric: Any
+    metric: keras.Metric
     is_sum: bool
 
-    def added(self, amount: Amount) -> tuple[Any, Any]:
+    def added(self, amount: Amount) -> tuple[Scalar, Scalar]:
         """Return the increments of the metric's total and count."""
         count = amount.count
         if not self.is_sum:
@@ -54,8 +55,8 @@ class Update(NamedTuple):
 
 
 def by_optimizer(
-    applied: Sequence[Applied], gradients: list[Any]
-) -> Iterator[tuple[list[Any], Any]]:
+    applied: Sequence[Applied], gradients: list[Gradient]
+) -> Iterator[tuple[list[Gradient], Scalar]]:
     """Yield the gradients of each optimizer, and its loss scale."""
     remaining = iter(gradients)
     for optimizer, variables, _ in applied:
@@ -71,7 +72,7 @@ class Recording:
         position: its position in the window.
         is_own: whether the step or its loss is custom. Then no weight is folded into the loss;
             gradients are weighted later.
-        moves_by: scalar, relative size of the surrogate update of a trial; 0.0 in a part of its
+        moves_by: relative size of the surrogate update of a trial; 0.0 in a part of its
             window; None if there is no surrogate update.
         waits: whether to delay updates of metrics, instead of only recording them.
         kinds: see `StepLosses`.
@@ -80,46 +81,46 @@ class Recording:
     Attributes:
         applied: the optimizers that the step applied, in order.
         gradients: gradients of all their variables: tensors or None.
-        rates: rates of surrogate updates, scalars.
+        rates: rates of surrogate updates.
         at_updates: in a trial, scalar variables of these optimizers, such as rates, each with its
             value when it was applied.
-        relative_weight: scalar, weight of the microbatch in `unit`, or None if the loss is a sum.
-        unit: scalar, unit of the window's weights, with this microbatch.
+        relative_weight: weight of the microbatch in `unit`, or None if the loss is a sum.
+        unit: that of the window's weights, with this microbatch.
         losses: the losses of the step.
         sums: sums that the backward pass adds gradients to, or None.
     """
 
     def __init__(
         self,
-        model: Any,
-        data: Any,
+        model: keras.Model,
+        data: Nest,
         position: Position,
         backend: Backend,
         is_own: bool = False,
-        moves_by: Any = None,
+        moves_by: Scalar = None,
         waits: bool = True,
         kinds: Kinds | None = None,
         is_trial: bool = False,
     ) -> None:
         self.model = model
         self.moves_by = moves_by
-        self.rates: list[Any] = []
+        self.rates: list[Scalar] = []
         self.applied: list[Applied] = []
-        self.gradients: list[Any] = []
-        self.at_updates: list[tuple[Any, Any]] = []
-        self.relative_weight: Any = None
-        self.unit: Any = position.unit
+        self.gradients: list[Gradient] = []
+        self.at_updates: list[tuple[keras.Variable, Scalar]] = []
+        self.relative_weight: Scalar = None
+        self.unit: Scalar = position.unit
         self.losses = StepLosses(model, backend, data, position, kinds)
         self.backend = backend
         self._is_own = is_own
         self._is_trial = is_trial
         self._position, self.sums = position, position.sums
         self._metrics = MetricCalls(waits, backend.unnoted)
-        self._divided: list[Any] = []  # optimizers whose losses were divided
-        self._copies: list[Any] = []  # of the compiled loss
-        self._loss: tuple[Any, Any] | None = None  # numerator and denominator
+        self._divided: list[keras.optimizers.Optimizer] = []  # whose losses were divided
+        self._copies: list[keras.losses.Loss] = []  # of the compiled loss
+        self._loss: tuple[Scalar, Scalar] | None = None  # numerator and denominator
 
-    def observed_loss(self, compiled: Any) -> Any:
+    def observed_loss(self, compiled: keras.losses.Loss) -> keras.losses.Loss:
         """Return a copy of the compiled loss that records its terms."""
         copy = observed_loss(compiled, self.losses, self._metrics)
         self._copies.append(copy)
@@ -133,12 +134,12 @@ class Recording:
         self._metrics.updates, self._metrics.results, self._metrics.terms = [], [], {}
         self.losses.release()
 
-    def scale_loss(self, optimizer: Any, loss: Any) -> Any:
+    def scale_loss(self, optimizer: keras.optimizers.Optimizer, loss: Scalar) -> Scalar:
         """Fold the microbatch's weight into the loss, then scale it as the optimizer does."""
         with self.backend.unnoted(), unrecorded():
             return self._scale_loss(optimizer, loss)
 
-    def _scale_loss(self, optimizer: Any, loss: Any) -> Any:
+    def _scale_loss(self, optimizer: keras.optimizers.Optimizer, loss: Scalar) -> Scalar:
         """Implement `scale_loss`.
 
         In half precision, a custom loss is divided by the number of microbatches, so that its
@@ -170,7 +171,12 @@ class Recording:
             self._loss = _numbers.where(weight == 0, 0.0, numerator), weight
         return optimizer.scale_loss(terms.fold(loss, relative, position.is_first))
 
-    def apply(self, applied: Applied, gradients: Sequence[Any], values: Any = None) -> None:
+    def apply(
+        self,
+        applied: Applied,
+        gradients: Sequence[Gradient],
+        values: Sequence[Tensor] | None = None,
+    ) -> None:
         """Record the gradients that an optimizer would apply.
 
         Args:
@@ -209,7 +215,7 @@ class Recording:
         is_part = isinstance(self.moves_by, float) and self.moves_by == 0
         return self.moves_by is not None and not is_part
 
-    def rate_of(self, gradients: Sequence[Any], weights: Sequence[Any]) -> Any:
+    def rate_of(self, gradients: Sequence[Gradient], weights: Sequence[keras.Variable]) -> Scalar:
         """Return the rate of the surrogate update of weights by gradients, a scalar, and record it.
 
         It is zero if the gradients are zero or not finite.
@@ -222,7 +228,7 @@ class Recording:
         self.rates.append(rate)
         return rate
 
-    def _times_parts(self, values: Any) -> Any:
+    def _times_parts(self, values: Tensor) -> Tensor:
         wide = _numbers.widened(values)
         return wide * _numbers.like(wide, self._position.parts)
 
@@ -236,11 +242,13 @@ class Recording:
         """Whether compiled losses or the user's rule determine the weight."""
         return bool(self.losses.compiled or self.model._has_rule())
 
-    def numbers(self) -> list[Any]:
+    def numbers(self) -> list[Scalar]:
         """Return the values of the delayed updates."""
         return [_numbers.float64(call.value) for call in self._metrics.updates]
 
-    def split_logs(self, logs: Any) -> tuple[dict[str, Any], tuple[tuple[str, Any, Any], ...]]:
+    def split_logs(
+        self, logs: Logs
+    ) -> tuple[dict[str, Tensor], tuple[tuple[str, keras.Metric, str | None], ...]]:
         """Return the numbers that a step logs itself, and the logs that are results of metrics.
 
         Args:
@@ -250,8 +258,8 @@ class Recording:
             Scalars or arrays by name, and tuples of a name, a metric, and the key of its result or
             None. Names are those of `flat_logs`.
         """
-        own_logs: dict[str, Any] = {}
-        of_metrics: list[tuple[str, Any, Any]] = []
+        own_logs: dict[str, Tensor] = {}
+        of_metrics: list[tuple[str, keras.Metric, str | None]] = []
         for name, value in flat_logs(logs if isinstance(logs, dict) else {}).items():
             result = next((r for r in self._metrics.results if r[0] is value), None)
             if result is not None:
@@ -262,7 +270,7 @@ class Recording:
                 own_logs[name] = _numbers.float64(value)
         return own_logs, tuple(of_metrics)
 
-    def updates(self) -> list[tuple[Update, Any]]:
+    def updates(self) -> list[tuple[Update, Scalar]]:
         """Return the delayed updates of metrics, each with its count."""
         rows, updates = self.losses.num_rows(), []
         for call in self._metrics.updates:
@@ -275,11 +283,11 @@ class Recording:
             updates.append((Update(metric, is_sum), count))
         return updates
 
-    def means(self) -> list[tuple[Any, Any] | None]:
+    def means(self) -> list[tuple[Scalar, Scalar] | None]:
         """Return numerator and denominator of each delayed number of a loss, None for others."""
         return [self._mean_of(call) for call in self._metrics.updates]
 
-    def _mean_of(self, call: Any) -> tuple[Any, Any] | None:
+    def _mean_of(self, call: MetricCall) -> tuple[Scalar, Scalar] | None:
         if call.metric is loss_tracker(self.model) and self._loss is not None:
             return self._loss
         if call.term is None:
@@ -294,9 +302,9 @@ _MAX_CONCATENATED = 65_536  # number of entries above which an array is not conc
 _WITHIN = " within "  # between a name and the name of its dict
 
 
-def flat_logs(logs: dict[str, Any]) -> dict[str, Any]:
+def flat_logs(logs: dict[str, Nest]) -> dict[str, Tensor]:
     """Return logs with nested dicts flattened into their names."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, Tensor] = {}
     for name, value in logs.items():
         if isinstance(value, dict):
             flat |= {f"{key}{_WITHIN}{name}": inner for key, inner in flat_logs(value).items()}
@@ -305,9 +313,9 @@ def flat_logs(logs: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def nested_logs(flat: dict[str, Any]) -> dict[str, Any]:
+def nested_logs(flat: dict[str, Tensor]) -> dict[str, Nest]:
     """Invert `flat_logs`. Keras compares the names of logs."""
-    logs: dict[str, Any] = {}
+    logs: dict[str, Nest] = {}
     for name, value in flat.items():
         last, *outer_names = name.split(_WITHIN)
         inner = logs
@@ -317,7 +325,7 @@ def nested_logs(flat: dict[str, Any]) -> dict[str, Any]:
     return logs
 
 
-def _norm(arrays: Sequence[Any]) -> Any:
+def _norm(arrays: Sequence[Tensor]) -> Scalar:
     """Return the norm of all entries of arrays, a float32 scalar, without overflow of squares."""
     numbers = [ops.ravel(ops.cast(array, "float32")) for array in arrays if 0 not in array.shape]
     small = [n for n in numbers if n.shape[0] <= _MAX_CONCATENATED]
@@ -331,7 +339,7 @@ def _norm(arrays: Sequence[Any]) -> Any:
 
 @contextlib.contextmanager
 def record(
-    model: Any, data: Any, position: Position, backend: Backend, **options: Any
+    model: keras.Model, data: Nest, position: Position, backend: Backend, **options: Any
 ) -> Iterator[Recording]:
     """Record the step of `model` that this thread runs.
 
@@ -339,7 +347,7 @@ def record(
         model, data, position, backend, **options: see `Recording`.
     """
     recording = Recording(model, data, position, backend, **options)
-    results: Any = contextlib.nullcontext()
+    results: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if options.get("kinds") is not None or backend.traces:
         metrics = [*model.metrics, *instances_in(list(vars(model).values()), keras.metrics.Metric)]
         parts = [part for metric in metrics for part in (metric, *parts_of(metric))]

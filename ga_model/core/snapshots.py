@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ga_model.base._identity import unique
 from ga_model.base._internals import global_seed, layers_in, own_state, seeds, set_global_seed
 
+if TYPE_CHECKING:
+    import keras
 
-def state_variables(model: Any, optimizers: Iterable[Any], with_weights: bool = False) -> list[Any]:
+
+def state_variables(
+    model: keras.Model, optimizers: Iterable[keras.optimizers.Optimizer], with_weights: bool = False
+) -> list[keras.Variable]:
     """Return the variables that a model's steps write to.
 
     Args:
@@ -31,7 +36,7 @@ class VariableSnapshot:
         variables: result of `state_variables`.
     """
 
-    def __init__(self, model: Any, variables: Sequence[Any]) -> None:
+    def __init__(self, model: keras.Model, variables: Sequence[keras.Variable]) -> None:
         self._model, self._seed = model, global_seed()
         self._known = set(map(id, variables))
         self._variables = [*variables, *([] if self._seed is None else [self._seed.state])]

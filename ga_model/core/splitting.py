@@ -26,6 +26,7 @@ from ga_model.base._internals import (
     training_of_call,
 )
 from ga_model.base._method_patch import MethodPatch
+from ga_model.base._types import Nest, Tensor
 from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.layer_calls import LayerCall
@@ -46,7 +47,7 @@ class _Splitting:
     """
 
     def __init__(
-        self, model: Any, backend: Backend, data: Any, size: int, most: int | None
+        self, model: keras.Model, backend: Backend, data: Nest, size: int, most: int | None
     ) -> None:
         self._model, self._backend, self._place = model, backend, backend.place()
         self._data = data
@@ -54,7 +55,7 @@ class _Splitting:
         self._is_in_whole_call = ThreadValue(False)
         self._has_seen_call = False  # one that could be split
 
-    def applies(self, layer: Any) -> bool:
+    def applies(self, layer: keras.Layer) -> bool:
         """Return whether to split a call of a layer that runs here."""
         if inside_of_call.get() or is_symbolic():
             return False
@@ -71,7 +72,13 @@ class _Splitting:
         if not self._has_seen_call:
             self._model._warn_once(messages.unsplit_step_message(self._model.name))
 
-    def run(self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(
+        self,
+        layer: keras.Layer,
+        call: Callable[..., Nest],
+        args: tuple[Nest, ...],
+        kwargs: dict[str, Nest],
+    ) -> Nest:
         """Run a call by microbatches, or on the full batch if it cannot be split."""
         training = kwargs.get("training", training_of_call(layer))
         try:
@@ -87,8 +94,13 @@ class _Splitting:
         return outputs
 
     def _by_microbatches(
-        self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any, training: Any
-    ) -> Any:
+        self,
+        layer: keras.Layer,
+        call: Callable[..., Nest],
+        args: tuple[Nest, ...],
+        kwargs: dict[str, Nest],
+        training: bool | None,
+    ) -> Nest:
         layer_call = LayerCall(
             self._backend, layer, call, args, kwargs, self._size, self._samples_of
         )
@@ -110,7 +122,7 @@ class _Splitting:
             self._model._warn_once(message)
         return outputs
 
-    def _samples_of(self, array: Any) -> Any:
+    def _samples_of(self, array: Tensor) -> np.ndarray | None:
         """Return trial samples of an array of the batch, or None for any other array."""
         leaves = keras.tree.flatten(self._data)
         index = next((index for index, leaf in enumerate(leaves) if leaf is array), None)
@@ -129,8 +141,8 @@ class _Splitting:
             return []
 
 
-def _split_call(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
+def _split_call(layer: keras.Layer, call: Callable[..., Nest]) -> Callable[..., Nest]:
+    def run(*args: Any, **kwargs: Any) -> Nest:
         splitting = _splitting.get()
         if splitting is None or not splitting.applies(layer):
             return call(*args, **kwargs)
@@ -144,7 +156,7 @@ _calls_of_layers = MethodPatch("call", _split_call)
 
 @contextlib.contextmanager
 def splitting_calls(
-    model: Any, backend: Backend, data: Any, size: int, most: int | None = None
+    model: keras.Model, backend: Backend, data: Nest, size: int, most: int | None = None
 ) -> Iterator[None]:
     """Return a context in which the outermost layer calls run by microbatches.
 

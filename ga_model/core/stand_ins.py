@@ -8,18 +8,22 @@ observed where they are computed, in a copy of the compiled loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from ga_model.base._internals import losses_in, set_losses, variables_to_train
 from ga_model.base._method_patch import MethodPatch
+from ga_model.base._types import Gradient, Nest, Scalar
 from ga_model.core.backend_types import Applied
 from ga_model.core.losses import StepLosses, observer_of
 from ga_model.core.metric_calls import MetricCalls
 from ga_model.core.models import recording_of_thread
 from ga_model.core.weights import Term
+
+if TYPE_CHECKING:
+    from ga_model.core.recorder import Recording
 
 
 def recorded(name: str, record: Callable[..., Any]) -> MethodPatch:
@@ -30,7 +34,9 @@ def recorded(name: str, record: Callable[..., Any]) -> MethodPatch:
         record: replacement; takes the recording, the optimizer, and the method's arguments.
     """
 
-    def make(optimizer: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    def make(
+        optimizer: keras.optimizers.Optimizer, method: Callable[..., Any]
+    ) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if (recording := recording_of_thread.get()) is None:
                 return method(*args, **kwargs)
@@ -41,12 +47,17 @@ def recorded(name: str, record: Callable[..., Any]) -> MethodPatch:
     return MethodPatch(name, make)
 
 
-def _scale_loss(recording: Any, optimizer: Any, loss: Any) -> Any:
+def _scale_loss(
+    recording: Recording, optimizer: keras.optimizers.Optimizer, loss: Scalar
+) -> Scalar:
     return recording.scale_loss(optimizer, loss)
 
 
 def _apply(
-    recording: Any, optimizer: Any, grads: Any, trainable_variables: Sequence[Any] | None = None
+    recording: Recording,
+    optimizer: keras.optimizers.Optimizer,
+    grads: Iterable[Gradient],
+    trainable_variables: Sequence[keras.Variable] | None = None,
 ) -> None:
     if trainable_variables is None:
         trainable_variables = variables_to_train(optimizer)
@@ -54,7 +65,11 @@ def _apply(
     recording.backend.take(recording, applied, list(grads))
 
 
-def _apply_gradients(recording: Any, optimizer: Any, grads_and_vars: Any) -> Any:
+def _apply_gradients(
+    recording: Recording,
+    optimizer: keras.optimizers.Optimizer,
+    grads_and_vars: Iterable[tuple[Gradient, keras.Variable]],
+) -> keras.Variable:
     gradients, variables = zip(*grads_and_vars)
     applied = Applied(optimizer, variables, via_apply_gradients=True)
     recording.backend.take(recording, applied, list(gradients))
@@ -65,7 +80,9 @@ SCALE_LOSS = recorded("scale_loss", _scale_loss)
 APPLY = recorded("apply", _apply), recorded("apply_gradients", _apply_gradients)
 
 
-def observed_loss(compiled: Any, losses: StepLosses, calls: MetricCalls) -> Any:
+def observed_loss(
+    compiled: keras.losses.Loss, losses: StepLosses, calls: MetricCalls
+) -> keras.losses.Loss:
     """Return a copy of a compiled loss that records the term of every loss it computes.
 
     The copy computes as `CompileLoss` does, through observers of the losses. Only the original is
@@ -78,11 +95,11 @@ def observed_loss(compiled: Any, losses: StepLosses, calls: MetricCalls) -> Any:
     """
 
     class Observed(type(compiled)):  # type: ignore[misc]
-        def build(self, y_true: Any, y_pred: Any) -> None:
+        def build(self, y_true: Nest, y_pred: Nest) -> None:
             compiled.build(y_true, y_pred)
             adopt()
 
-        def call(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        def call(self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None) -> Scalar:
             terms: list[Term] = []
             self.__dict__["_terms"] = terms
             calls.terms = {id(metric): terms for metric in compiled.metrics}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import keras
@@ -17,9 +18,10 @@ from ga_model.base import _numbers
 from ga_model.base._context import ThreadValue
 from ga_model.base._internals import MOMENTS, copy_of, move_renormalization, reduction_axes
 from ga_model.base._method_patch import MethodPatch
+from ga_model.base._types import Tensor
 
 # The `MomentsRecorder` of the microbatch that this thread runs, or None.
-present_recorder: Any = ThreadValue()
+present_recorder: ThreadValue = ThreadValue()
 
 
 class Moments(NamedTuple):
@@ -33,9 +35,9 @@ class Moments(NamedTuple):
         mean, variance: vectors.
     """
 
-    count: Any
-    mean: Any
-    variance: Any
+    count: Tensor
+    mean: Tensor
+    variance: Tensor
 
     @classmethod
     def of_stacked(cls, parts: Moments) -> Moments:
@@ -66,7 +68,7 @@ class Call(NamedTuple):
         epsilon: what the layer adds to the number of values that it divides by.
     """
 
-    layer: Any
+    layer: keras.Layer
     epsilon: float
 
     def move(self, moments: Moments) -> None:
@@ -102,14 +104,21 @@ class MomentsRecorder:
         moments: moments of each call.
     """
 
-    def __init__(self, place: Callable[[], Any], layers: Sequence[Any] = ()) -> None:
+    def __init__(self, place: Callable[[], Any], layers: Sequence[keras.Layer] = ()) -> None:
         self.calls: list[Call] = []
         self.moments: list[Moments] = []
         self._place, self._step_place = place, place()
         state = [v for layer in layers for v in layer.non_trainable_variables]
         self._before = [(variable, copy_of(variable)) for variable in state]
 
-    def record(self, layer: Any, inputs: Any, mask: Any, mean: Any, variance: Any) -> None:
+    def record(
+        self,
+        layer: keras.Layer,
+        inputs: Tensor,
+        mask: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+    ) -> None:
         """Record the moments of a layer's inputs, unless they are tensors of an inner scope."""
         if self._place() is not self._step_place:
             return
@@ -136,19 +145,21 @@ class MomentsRecorder:
         return {id(v) for call in self.calls for v in call.layer.non_trainable_variables}
 
 
-def is_known(layer: Any) -> bool:
+def is_known(layer: keras.Layer) -> bool:
     """Return whether a layer updates its averages as BatchNormalization does."""
     normal = keras.layers.BatchNormalization
     return isinstance(layer, normal) and type(layer).call is normal.call
 
 
-def passing_moments(layers: Iterable[Any]) -> Any:
+def passing_moments(layers: Iterable[keras.Layer]) -> AbstractContextManager[None]:
     """Return a context in which layers with known updates record their moments."""
     return _moments.of(layer for layer in layers if is_known(layer))
 
 
-def _passing_on(layer: Any, moments: Callable[..., Any]) -> Callable[..., Any]:
-    def run(inputs: Any, mask: Any) -> Any:
+def _passing_on(
+    layer: keras.Layer, moments: Callable[..., tuple[Tensor, Tensor]]
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    def run(inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         mean, variance = moments(inputs, mask)
         if (recorder := present_recorder.get()) is not None:
             recorder.record(layer, inputs, mask, mean, variance)
@@ -160,7 +171,7 @@ def _passing_on(layer: Any, moments: Callable[..., Any]) -> Callable[..., Any]:
 _moments = MethodPatch(MOMENTS, _passing_on)
 
 
-def _count(layer: Any, inputs: Any, mask: Any) -> Any:
+def _count(layer: keras.Layer, inputs: Tensor, mask: Tensor | None) -> Tensor:
     """Return the number of values per channel that a layer averages over."""
     axes, shape = reduction_axes(layer), ops.shape(inputs)
     dtype = _numbers.sum_dtype(inputs.dtype)

@@ -9,18 +9,22 @@ microbatches, as in plain Keras, and needs no condition.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
 
 from ga_model.base import _numbers
 from ga_model.base._internals import forgetting_losses
+from ga_model.base._types import Gradient, Logs, Nest, Scalar, Tensor
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS, GradientSums, Group
 from ga_model.core.batch import Batch
 from ga_model.core.models import is_of_keras
 from ga_model.core.modes import Mode, Numbers, Structure
 from ga_model.core.recorded_step import RecordedStep
-from ga_model.core.window import Rows, Sums, is_list
+from ga_model.core.window import Amount, Rows, Sums, is_list
+
+if TYPE_CHECKING:
+    import keras
 
 
 class Steps:
@@ -34,16 +38,21 @@ class Steps:
         step: the model's step, recorded.
     """
 
-    def __init__(self, model: Any, backend: Backend, logs_of: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        backend: Backend,
+        logs_of: Callable[[Structure, list[Amount] | None, list[Amount]], Logs],
+    ) -> None:
         self._model = model
         self._backend = backend
         self._logs_of = logs_of
         self.needs_totals = False
         self.step = RecordedStep(model, backend)
-        self._structures: dict[Any, Structure] = {}  # by mode and shapes of a microbatch
+        self._structures: dict[Hashable, Structure] = {}  # by mode and shapes of a microbatch
         self._latest: dict[Mode, Structure] = {}  # the latest, by mode
-        self._shapes: dict[Any, Sums] = {}  # shapes of their sums, by the same keys
-        self._first_key: Any = None  # key of the prepared batch's first microbatch
+        self._shapes: dict[Hashable, Sums] = {}  # shapes of their sums, by the same keys
+        self._first_key: Hashable = None  # key of the prepared batch's first microbatch
 
     # Microbatches.
 
@@ -94,10 +103,10 @@ class Steps:
         self,
         mode: Mode,
         sums: Sums | None,
-        data: Any,
+        data: Nest,
         numbers: Numbers,
         sole_structure: Structure | None = None,
-    ) -> tuple[Sums, Any]:
+    ) -> tuple[Sums, Logs]:
         """Run the step on a microbatch, and add its results to the sums of the window.
 
         Args:
@@ -123,14 +132,14 @@ class Steps:
             plus: Callable[..., Sums] = self._backend.compiled(("plus", mode), Sums.plus, [])
             return self._with_earlier_rows(sums, plus(dense_sums, microbatch_sums)), None
 
-        def add(gradients: list[Any], rest: Sums, *arguments: Any) -> tuple[Sums, Any]:
+        def add(gradients: list[Gradient], rest: Sums, *arguments: Any) -> tuple[Sums, Logs]:
             before = rest._replace(gradients=gradients)
             after = before.plus(run_one(before.unit, before.num_counted, *arguments))
             if sole_structure is None:
                 return after, None
             return after, self._logs_of(sole_structure, before.amounts, after.amounts)
 
-        run: Callable[..., tuple[Sums, Any]] = self._backend.compiled(
+        run: Callable[..., tuple[Sums, Logs]] = self._backend.compiled(
             ("add", id(sole_structure), mode), add, self._reads(mode), consumes=True
         )
         dense_sums, data = sums.without_rows(), self._backend.placed(data)
@@ -150,7 +159,7 @@ class Steps:
                 gradients[index] = add(gradient, joined)
         return after
 
-    def _add(self, mode: Mode, sums: Sums | None, data: Any, numbers: Numbers) -> Sums:
+    def _add(self, mode: Mode, sums: Sums | None, data: Nest, numbers: Numbers) -> Sums:
         """Add a microbatch to the sums of its window where steps run eagerly."""
         unit = 0.0 if sums is None else sums.unit
         num_counted = 0 if sums is None else sums.num_counted
@@ -167,7 +176,7 @@ class Steps:
             result = sums._replace(gradients=nothing).plus(result)
         return result._replace(gradients=added)
 
-    def _gradient_sums(self, mode: Mode, totals: list[Any] | None) -> GradientSums | None:
+    def _gradient_sums(self, mode: Mode, totals: list[Gradient] | None) -> GradientSums | None:
         """Return sums that the backward pass adds to, if the microbatch certainly counts.
 
         Not for custom steps, which may read their gradients.
@@ -185,7 +194,7 @@ class Steps:
     def _reads(self, mode: Mode) -> tuple[Group, ...]:
         return self._backend.of_step if mode.verdict is None else GROUPS
 
-    def totals(self, batch: Batch) -> list[Any]:
+    def totals(self, batch: Batch) -> list[Scalar]:
         """Return the weights of the compiled loss's terms in a batch, by a forward pass."""
         backend = self._backend
         weigh = backend.compiled("weigh", self.step.weigh, backend.of_step, discards=True)
@@ -197,5 +206,5 @@ class Steps:
         return [sum(weights) for weights in zip(*weights_of_each)]
 
 
-def _with_rows(gradient: Any, rows: Rows) -> Any:
+def _with_rows(gradient: Gradient, rows: Rows) -> Tensor:
     return gradient + _numbers.dense(rows.values, rows.indices, gradient.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 from keras import ops
@@ -19,6 +19,7 @@ from ga_model.base._internals import (
     variables_to_train,
 )
 from ga_model.base._method_patch import MethodPatch
+from ga_model.base._types import Gradient, Logs, Nest, Scalar, Tensor
 from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS
@@ -39,9 +40,9 @@ class Counters(NamedTuple):
         unlike: windows in which the proportions of the terms' numbers of values differ.
     """
 
-    skipped: Any
-    lost: Any
-    unlike: Any
+    skipped: Scalar
+    lost: Scalar
+    unlike: Scalar
 
 
 class Updates:
@@ -52,20 +53,20 @@ class Updates:
         backend: the backend of the model.
     """
 
-    def __init__(self, model: Any, backend: Backend) -> None:
+    def __init__(self, model: keras.Model, backend: Backend) -> None:
         self._model = model
         self._backend = backend
         self._checks = MethodPatch("check_finite", self._as_checked)
 
     # Logs.
 
-    def report(self, structure: Structure, before: list[Amount] | None, now: list[Amount]) -> Any:
+    def report(self, structure: Structure, before: list[Amount] | None, now: list[Amount]) -> Logs:
         """Return the logs by `logs_of`, compiled as a function of its own."""
         function = functools.partial(self.logs_of, structure)
         report = self._backend.compiled(("report", id(structure)), function, ["metrics"])
         return report(before, now)
 
-    def logs_of(self, structure: Structure, before: list[Amount] | None, now: list[Amount]) -> Any:
+    def logs_of(self, structure: Structure, before: list[Amount] | None, now: list[Amount]) -> Logs:
         """Make the delayed updates of metrics, and return the logs.
 
         Args:
@@ -119,8 +120,8 @@ class Updates:
             noise.set(applied.optimizer, after)
 
     def _measure(
-        self, structure: Structure, before: list[Any], decay: Any, sums: Sums
-    ) -> list[Any]:
+        self, structure: Structure, before: list[Tensor], decay: Scalar, sums: Sums
+    ) -> list[Tensor]:
         total, after = _numbers.where(sums.total == 0, 1.0, sums.total), []
         weight = sums.total * sums.unit * self._backend.num_replicas
         gradients, divisor = self._backend.sum_of_all(sums.gradients, total)
@@ -154,12 +155,12 @@ class Updates:
         counted: Counters = update(gradients, others, counters)
         return counted
 
-    def _joined(self, gradient: Any, unit: Any) -> Any:
+    def _joined(self, gradient: Gradient, unit: Scalar) -> Gradient:
         """Return a gradient of a window; for a sparse one, join all of its rows in one unit."""
         return self._backend.joined(gradient, unit) if is_list(gradient) else gradient
 
     def _update(
-        self, structure: Structure, sums: list[Any], others: Sums, counters: Counters
+        self, structure: Structure, sums: list[Gradient], others: Sums, counters: Counters
     ) -> Counters:
         variables = [v for a in structure.applied for v in a.variables]
         gradients = iter(others._replace(gradients=sums).mean(variables))
@@ -193,7 +194,7 @@ class Updates:
                 self._model._warn_once(messages.rescaled_message(paths))
 
     @functools.cached_property
-    def scaled_optimizers(self) -> list[Any]:
+    def scaled_optimizers(self) -> list[keras.optimizers.Optimizer]:
         """The optimizers that scale losses until gradients overflow."""
         return [o for o in self._backend.optimizers() if hasattr(o, "dynamic_scale")]
 
@@ -209,8 +210,12 @@ class Updates:
         """The ids of the variables that layers read in float16."""
         return {id(v) for layer in layers_in(self._model) for v in read_in_float16(layer)}
 
-    def _as_checked(self, optimizer: Any, check_finite: Callable[..., Any]) -> Callable[..., Any]:
-        def check(gradients: list[Any]) -> Any:
+    def _as_checked(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        check_finite: Callable[[list[Gradient]], Scalar],
+    ) -> Callable[[list[Gradient]], Scalar]:
+        def check(gradients: list[Gradient]) -> Scalar:
             variables = variables_to_train(optimizer)
             if len(gradients) == len(variables):
                 pairs = zip(gradients, variables)
@@ -219,13 +224,13 @@ class Updates:
 
         return check
 
-    def whole(self, size: int, data: Any) -> Any:
+    def whole(self, size: int, data: Nest) -> Logs:
         """Run the step on a full batch, with its layer calls split, and return its logs."""
         function = functools.partial(self._whole, size)
         run = self._backend.compiled(("whole", size), function, [], updates=GROUPS)
         return run(self._backend.as_traced(data))
 
-    def _whole(self, size: int, data: Any) -> Any:
+    def _whole(self, size: int, data: Nest) -> Logs:
         with splitting_calls(self._model, self._backend, data, size), self._checking():
             logs, _ = self._backend.run_step(data)
         self._backend.once(self.after_update)
@@ -237,7 +242,7 @@ class Updates:
             self._model._on_update()
 
 
-def _in_float16(gradient: Any) -> Any:
+def _in_float16(gradient: Gradient) -> Gradient:
     if gradient is None or hasattr(gradient, "dense_shape"):  # sparse gradients are not summed
         return gradient
     return ops.cast(gradient, "float16")

@@ -57,9 +57,10 @@ names the terms.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ga_model.base import _numbers
+from ga_model.base._types import Scalar
 
 
 class Term(NamedTuple):
@@ -67,7 +68,7 @@ class Term(NamedTuple):
 
     Attributes:
         name: name for messages.
-        weight: scalar tensor, or None if the term is a sum.
+        weight: weight of the microbatch, or None if the term is a sum.
         kind: terms of equal kind have proportional weights.
         value: the term as it enters the total loss.
         is_product: whether it is one number for all samples, times the mean or sum of their
@@ -76,11 +77,11 @@ class Term(NamedTuple):
     """
 
     name: str
-    weight: Any | None
+    weight: Scalar | None
     kind: Hashable
-    value: Any = None
+    value: Scalar = None
     is_product: bool = False
-    lost: tuple[Any, ...] = ()
+    lost: tuple[Scalar, ...] = ()
 
 
 class FullBatch(NamedTuple):
@@ -93,35 +94,35 @@ class FullBatch(NamedTuple):
             tensors, zero for sums.
     """
 
-    rows: Any
+    rows: Scalar
     is_window: bool
-    weights: Callable[[], list[Any]]
+    weights: Callable[[], list[Scalar]]
 
 
 class LossTerms(NamedTuple):
     """The weight that serves the terms of one microbatch's loss, and how to correct the others.
 
     Attributes:
-        weight: scalar tensor, weight of the microbatch, or None if the loss is a sum.
+        weight: weight of the microbatch, or None if the loss is a sum.
         factors: terms to multiply because of that weight: pairs of value and factor.
         regularization: values of the weight regularizers if the loss is a sum.
         exact: names of the terms that `weight` serves.
         mismatch: names of the terms that it does not serve.
     """
 
-    weight: Any | None
-    factors: list[tuple[Any, Any]]
-    regularization: list[Any]
+    weight: Scalar | None
+    factors: list[tuple[Scalar, Scalar]]
+    regularization: list[Scalar]
     exact: list[str]
     mismatch: list[str]
 
-    def fold(self, loss: Any, relative_weight: Any, is_first: Any) -> Any:
+    def fold(self, loss: Scalar, relative_weight: Scalar, is_first: Scalar) -> Scalar:
         """Return the loss as it enters a sum over microbatches.
 
         Args:
             loss: the total loss.
-            relative_weight: scalar tensor, `weight` in the sum's unit.
-            is_first: bool scalar tensor, whether this microbatch is the first of its window.
+            relative_weight: `weight` in the sum's unit.
+            is_first: bool scalar, whether this microbatch is the first of its window.
         """
         if self.weight is not None:
             for value, factor in self.factors:
@@ -140,10 +141,10 @@ class LossTerms(NamedTuple):
 
 def combine(
     terms: list[Term],
-    additional: list[tuple[Any, bool]],
-    regularization: list[Any],
-    rows: Any,
-    steps: Any,
+    additional: list[tuple[Scalar, bool]],
+    regularization: list[Scalar],
+    rows: Scalar,
+    steps: Scalar,
     whole: FullBatch | None = None,
 ) -> LossTerms:
     """Find the weight that serves the terms of a microbatch.
@@ -152,9 +153,9 @@ def combine(
         terms: terms of the computed compiled losses.
         additional: losses that layers added: each a scalar, and whether it is a sum over samples.
         regularization: values of the weight regularizers.
-        rows: scalar tensor, samples of the microbatch.
-        steps: scalar tensor, parts of equal weight in the window: batches if `whole` is given,
-            otherwise microbatches.
+        rows: samples of the microbatch.
+        steps: parts of equal weight in the window: batches if `whole` is given, otherwise
+            microbatches.
         whole: the batch that the microbatch is a part of, if all of it counts.
 
     Raises:
@@ -173,7 +174,7 @@ def combine(
     first = means[0] if means else Term("loss", rows, "rows")
     exact = [term.name for term in terms if term.kind == first.kind]
     mismatch = [term.name for term in terms if term.kind != first.kind]
-    parts: Any = _numbers.float64(1.0)
+    parts: Scalar = _numbers.float64(1.0)
     if whole is not None and (mismatch or any(term.weight is None for term in terms)):
         parts = whole.rows / _numbers.float64(rows)
     factors = [
@@ -201,7 +202,7 @@ def combine(
     return LossTerms(weight, factors, [], exact, mismatch)
 
 
-def rule(weight: Any, regularization: list[Any]) -> LossTerms:
+def rule(weight: Scalar | str, regularization: list[Scalar]) -> LossTerms:
     """Return the terms for a custom rule: a weight, or "sum"."""
     if isinstance(weight, str):
         if weight != "sum":

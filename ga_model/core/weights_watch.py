@@ -7,8 +7,8 @@ after each batch. Microbatches of a window then see different weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -32,12 +32,12 @@ class WeightsWatch:
         step: the model's recorded step, whose own writes are not reported.
     """
 
-    def __init__(self, model: Any, backend: Backend, step: RecordedStep) -> None:
+    def __init__(self, model: keras.Model, backend: Backend, step: RecordedStep) -> None:
         self._model = model
         self._backend = backend
         self._step = step
         self._num_windows = 0  # windows of several batches that have ended
-        self._before: dict[int, Any] = {}  # values by ids of variables
+        self._before: dict[int, np.ndarray] = {}  # values by ids of variables
 
     def begin(self, window: Window) -> None:
         """Read the variables at the start of a window of several batches, if it is due."""
@@ -61,7 +61,7 @@ class WeightsWatch:
         if changed:
             self._model._warn_once(messages.changed_message(self._model.name, changed))
 
-    def _values(self) -> Iterator[tuple[Any, Any]]:
+    def _values(self) -> Iterator[tuple[keras.Variable, np.ndarray]]:
         """Yield variables and their values, except seeds and variables that the step writes to."""
         model = self._model
         excluded = ids_of_seeds(model) | self._step.writes_to

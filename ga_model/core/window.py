@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import keras
 from keras import ops
 
 from ga_model.base import _numbers
+from ga_model.base._types import Gradient, Nest, Scalar, Tensor
+from ga_model.core.backend_types import Applied
 from ga_model.core.batch import num_rows, part_of
 from ga_model.core.noise import Squares
 from ga_model.core.statistics import Moments
@@ -22,16 +25,16 @@ class Amount(NamedTuple):
         num_added: number of microbatches that counted.
     """
 
-    numerator: Any
-    denominator: Any
-    count: Any
-    num_added: Any
+    numerator: Scalar
+    denominator: Scalar
+    count: Scalar
+    num_added: Scalar
 
     def plus(self, other: Amount) -> Amount:
         """Return the sum of both."""
         return Amount._make(a + b for a, b in zip(self, other))
 
-    def value(self) -> Any:
+    def value(self) -> Scalar:
         """Return the mean or sum, or zero if nothing was added."""
         return _numbers.share(self.numerator, self.denominator)
 
@@ -45,12 +48,12 @@ class Rows(NamedTuple):
     Attributes:
         values: values of the rows, in `unit`.
         indices: indices of the rows in the table.
-        unit: scalar, see `Sums`.
+        unit: see `Sums`.
     """
 
-    values: Any
-    indices: Any
-    unit: Any
+    values: Tensor
+    indices: Tensor
+    unit: Scalar
 
 
 class Positions(Rows):
@@ -70,9 +73,9 @@ class Largest(NamedTuple):
         values: the tensor.
     """
 
-    values: Any
+    values: Tensor
 
-    def plus(self, other: Largest, _: Any = None, counts: Any = True) -> Largest:
+    def plus(self, other: Largest, _: Scalar = None, counts: Scalar = True) -> Largest:
         """Return the larger value. That of a microbatch of weight 0 counts only if it is finite."""
         larger, is_finite = ops.maximum(self.values, other.values), ops.isfinite(other.values)
         finite = ops.where(is_finite, larger, self.values)
@@ -86,33 +89,33 @@ class Sums(NamedTuple):
         gradients: one per trainable variable, in float32 or its wider dtype, weighted in `unit`;
             None if there is none. A sparse gradient of a window is a tuple of the `Rows` of its
             microbatches.
-        total: scalar, sum of the weights in `unit`, or None if the loss is a sum.
-        unit: scalar, unit of the weights: the largest weight so far times a power of two near the
-            number of microbatches; zero before the first.
+        total: sum of the weights in `unit`, or None if the loss is a sum.
+        unit: the largest weight so far times a power of two near the number of microbatches; zero
+            before the first.
         num_counted, num_skipped: int32 scalars, microbatches that count, and that were skipped.
         has_lost: bool scalar, whether a term was zero in a microbatch because it was divided by
             zero.
-        num_news: scalar, microbatches that showed what no trial of the step has.
+        num_news: microbatches that showed what no trial of the step has.
         moments: moments of the calls of BatchNormalization layers, in order.
         amounts: amounts of the numbers for metrics and logs, in order.
         squares: contributions to the gradient noise per optimizer, if it is measured.
-        entries: scalars, number of loss values of each unmasked mean, if there are several; for a
-            window, those of its first microbatch.
+        entries: number of loss values of each unmasked mean, if there are several; for a window,
+            those of its first microbatch.
         has_unlike: bool scalar, whether their proportions differ in another microbatch.
     """
 
-    gradients: list[Any]
-    total: Any
-    unit: Any
-    num_counted: Any
-    num_skipped: Any
-    has_lost: Any
-    num_news: Any
+    gradients: list[Gradient]
+    total: Scalar
+    unit: Scalar
+    num_counted: Scalar
+    num_skipped: Scalar
+    has_lost: Scalar
+    num_news: Scalar
     moments: list[Moments]
     amounts: list[Amount]
     squares: tuple[Squares, ...] = ()
-    entries: tuple[Any, ...] = ()
-    has_unlike: Any = False
+    entries: tuple[Scalar, ...] = ()
+    has_unlike: Scalar = False
 
     @classmethod
     def of_nothing(cls, num_gradients: int, is_sum: bool = False) -> Sums:
@@ -146,7 +149,7 @@ class Sums(NamedTuple):
             *self._compared(other),
         )
 
-    def _compared(self, other: Sums) -> tuple[tuple[Any, ...], Any]:
+    def _compared(self, other: Sums) -> tuple[tuple[Scalar, ...], Scalar]:
         """Return the entries of the first microbatch, and whether those of another differ."""
         if not self.entries or not other.entries:
             return self.entries or other.entries, self.has_unlike
@@ -169,16 +172,16 @@ class Sums(NamedTuple):
         gradients = [(g,) if isinstance(g, Rows) else g for g in gradients]
         return self._replace(gradients=gradients)
 
-    def mean(self, variables: list[Any]) -> list[Any]:
+    def mean(self, variables: list[keras.Variable]) -> list[Gradient]:
         """Return the gradients of the update, in the dtypes of the variables, consuming the sums.
 
         They are zero in a window of weight 0, as in plain Keras.
         """
-        divisor: Any = 1.0
+        divisor: Scalar = 1.0
         if self.total is not None:
             divisor = _numbers.where(self.total == 0, 1.0, self.total)
 
-        def mean(gradient: Any, dtype: Any) -> Any:
+        def mean(gradient: Gradient, dtype: str) -> Gradient:
             return with_values(gradient, lambda v: ops.cast(_numbers.divided(v, divisor), dtype))
 
         return [mean(g, v.dtype) for g, v in zip(self.gradients, variables)]
@@ -190,12 +193,12 @@ class Sums(NamedTuple):
         return self._replace(gradients=[() if sparse else g for g, sparse in pairs])
 
 
-def shrinkage(unit: Any, later: Any) -> Any:
+def shrinkage(unit: Scalar, later: Scalar) -> Scalar:
     """Return the factor that converts sums from one unit to a later one, at least as large."""
     return _numbers.where(unit == 0, 1.0, _numbers.share(unit, later))
 
 
-def _sum(a: Any, b: Any, *args: Any) -> Any:
+def _sum(a: Gradient, b: Gradient, *args: Scalar) -> Gradient:
     """Add the gradient `b` of a microbatch to the sum `a` of a window by `_numbers.added`."""
     if isinstance(b, Rows):
         if a is None or is_list(a):
@@ -210,24 +213,24 @@ def _sum(a: Any, b: Any, *args: Any) -> Any:
     return _numbers.added(a, b, *args)
 
 
-def shrunk(total: Any, shrink: Any) -> Any:
+def shrunk(total: Gradient, shrink: Scalar) -> Gradient:
     """Return a sum, or None, in a later unit. Rows keep their own unit."""
     if is_list(total):
         return total
     return with_values(total, lambda values: values * _numbers.like(values, shrink))
 
 
-def is_list(gradient: Any) -> bool:
+def is_list(gradient: Gradient) -> bool:
     """Return whether a gradient is a tuple of sparse ones, whose rows are not summed."""
     return type(gradient) is tuple
 
 
-def values_of(gradient: Any) -> Any:
+def values_of(gradient: Gradient) -> Tensor:
     """Return the values of a dense or sparse gradient."""
     return gradient.values if isinstance(gradient, (Rows, Largest)) else gradient
 
 
-def with_values(gradient: Any, function: Callable[[Any], Any]) -> Any:
+def with_values(gradient: Gradient, function: Callable[[Tensor], Tensor]) -> Gradient:
     """Return a gradient, dense or sparse, with a function applied to its values, or None.
 
     A value that overwrites a variable is unchanged.
@@ -269,15 +272,15 @@ class Window:
         self.steps = self._next_steps
         self.sums: Sums | None = None
         self.num_batches = 0
-        self.applied: list[Any] | None = None  # optimizers that the last step applied
-        self.held: list[tuple[Any, Any]] = []
+        self.applied: list[Applied] | None = None  # optimizers that the last step applied
+        self.held: list[tuple[Nest, Scalar]] = []
 
-    def hold(self, data: Any, num_news: Any) -> None:
+    def hold(self, data: Nest, num_news: Scalar) -> None:
         """Hold the first samples of a microbatch, or all if there are few."""
         rows = num_rows(data)
         self.held.append((part_of(data, 0, rows if rows <= 8 else 5), num_news))
 
-    def samples_with_news(self) -> list[Any]:
+    def samples_with_news(self) -> list[Nest]:
         """Return samples of a microbatch with news, then of the others, or [] if none has news."""
         counts = [int(num_news) for _, num_news in self.held]
         if not counts or not counts[-1]:
