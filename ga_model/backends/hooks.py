@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ga_model.base._internals import compiled_loss
+from ga_model.base._types import Nest, Tensor
 from ga_model.core.models import current_recording
 
-if TYPE_CHECKING:  # what `super()` finds
-    from keras import Model as _Base
+if TYPE_CHECKING:
+    import keras
+    from keras import Model as _Base  # what `super()` finds
 else:
     _Base = object
 
@@ -17,15 +19,15 @@ else:
 class CoreHooks(_Base):
     """Methods that Keras calls: the base of each backend's `Hooks`."""
 
-    train_function: Any
+    train_function: Callable[..., Nest]
     steps_per_execution: int
-    _accumulation: Any
+    _accumulation: Any  # the `core.driver.Driver`, whose backend is that of this class
 
     def _check_compile_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Do nothing: every argument of Keras's `compile` is supported."""
 
     @property
-    def _compile_loss(self) -> Any:
+    def _compile_loss(self) -> keras.losses.Loss | None:
         """The compiled loss or None. While a step is recorded, a copy that records its terms.
 
         The loss itself is in the instance's `__dict__` by this name, where Keras's saving finds it.
@@ -36,22 +38,22 @@ class CoreHooks(_Base):
         return recording.observed_loss(compiled)
 
     @_compile_loss.setter
-    def _compile_loss(self, value: Any) -> None:
+    def _compile_loss(self, value: keras.losses.Loss | None) -> None:
         self.__dict__["_compile_loss"] = value
 
-    def _aggregate_additional_loss(self, loss: Any) -> Any:
+    def _aggregate_additional_loss(self, loss: Tensor) -> Tensor:
         total = super()._aggregate_additional_loss(loss)
         if (recording := current_recording(self)) is not None:
             recording.losses.note_additional(total)
         return total
 
-    def make_train_function(self, force: bool = False) -> Any:
+    def make_train_function(self, force: bool = False) -> Callable[..., Nest]:
         """Make the function that `fit` calls for each execution: Keras's own, or ours."""
         if self.train_function is None or force:
             super().make_train_function(force=True)
             of_keras = self.train_function
 
-            def run(*arguments: Any) -> Any:
+            def run(*arguments: Any) -> Nest:
                 self._accumulation.check_step()
                 train = of_keras if self._accumulation.is_plain() else self._train
                 return train(*arguments)
@@ -59,6 +61,6 @@ class CoreHooks(_Base):
             self.train_function = run
         return self.train_function
 
-    def _train(self, *arguments: Any) -> Any:
+    def _train(self, *arguments: Any) -> Nest:
         """Train one execution with accumulation; arguments are those of Keras's function."""
         raise NotImplementedError

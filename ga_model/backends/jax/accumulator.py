@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from ga_model.base._names import answering
 from ga_model.core.accumulator import Accumulator, added
+
+if TYPE_CHECKING:
+    import keras
 
 
 class GradientAccumulator(Accumulator):
@@ -53,7 +56,7 @@ class GradientAccumulator(Accumulator):
     def __init__(self) -> None:
         super().__init__()
 
-    def _tensor(self, gradient: Any, variable: Any) -> Any:
+    def _tensor(self, gradient: Any, variable: keras.Variable) -> jax.Array | None:
         _check_not_compiled(gradient)
         return super()._tensor(gradient, variable)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,24 @@ from ga_model.backends.jax.noting import UNNOTED, Noting
 from ga_model.base._context import ThreadValue
 from ga_model.base._internals import counter_of, scope_of, stateless_scope, value_in
 from ga_model.base._internals_jax import MORE_METHODS_OF_STEP, leave_values, put_values_back
+from ga_model.base._types import Gradient, Nest, Scalar, Tensor
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS, Applied, Function, Group
 from ga_model.core.proof.noted import Draws, Noted
 from ga_model.core.stand_ins import SCALE_LOSS, recorded
 
+if TYPE_CHECKING:
+    from ga_model.core.recorder import Recording
+    from ga_model.core.window import Sums
+
 
 def _stateless_apply(
-    recording: Any, optimizer: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
-) -> tuple[Any, Any]:
+    recording: Recording,
+    optimizer: keras.optimizers.Optimizer,
+    optimizer_variables: list[jax.Array],
+    grads: list[jax.Array | None],
+    trainable_variables: list[jax.Array],
+) -> tuple[list[jax.Array], list[jax.Array]]:
     """Record the gradients that a step applies, and make the surrogate update of a trial."""
     applied = Applied(optimizer, tuple(recording.model.trainable_variables))
     recording.apply(applied, grads, values=optimizer_variables)
@@ -38,7 +47,7 @@ def _stateless_apply(
     return moved, [x + (rate != 0).astype(x.dtype) if v is counter else x for v, x in pairs]
 
 
-def _moved(weight: Any, gradient: Any, rate: Any) -> Any:
+def _moved(weight: jax.Array, gradient: jax.Array | None, rate: jax.Array) -> jax.Array:
     """Return a weight after the surrogate update of a trial."""
     if gradient is None:
         return weight
@@ -56,12 +65,12 @@ class JaxBackend(Backend):
     noted_by = Noting
     has_several_optimizers = False
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         super().__init__(model)
-        self._values: dict[Group, list[Any]] = {}
+        self._values: dict[Group, list[jax.Array]] = {}
         self._step_values = ThreadValue({})  # values at the start of the running step
 
-    def variables(self, group: Group) -> list[Any]:
+    def variables(self, group: Group) -> list[keras.Variable]:
         """Return the variables of a group, in the order in which Keras passes values."""
         if group == "optimizer":
             return list(self._model.optimizer.variables)
@@ -80,7 +89,7 @@ class JaxBackend(Backend):
     def _compiled(self, name: Any, function: Function) -> Compiled:
         return Compiled(self, function, is_brief=name[0] == "trial")
 
-    def key_of(self, arguments: tuple[Any, ...]) -> Any:
+    def key_of(self, arguments: tuple[Nest, ...]) -> Hashable:
         leaves, structure = jax.tree.flatten(arguments)
         kinds = tuple((jnp.shape(leaf), str(jnp.result_type(leaf))) for leaf in leaves)
         return structure, kinds, len(self.values("trainable"))
@@ -90,12 +99,12 @@ class JaxBackend(Backend):
         distribution = keras.distribution.distribution()
         return 1 if distribution is None else int(distribution.device_mesh.devices.size)
 
-    def placed(self, data: Any) -> Any:
+    def placed(self, data: Nest) -> Nest:
         if (distribution := keras.distribution.distribution()) is None:
             return data
 
         # A slice of a batch is on some of its devices only, or copied to all: share it evenly.
-        def place(leaf: Any) -> Any:
+        def place(leaf: Tensor) -> Tensor:
             if not jnp.ndim(leaf):
                 return leaf
             layout = distribution.get_data_layout(leaf.shape)
@@ -103,30 +112,30 @@ class JaxBackend(Backend):
 
         return keras.tree.map_structure(place, data)
 
-    def copied(self, nest: Any) -> Any:
+    def copied(self, nest: Nest) -> Nest:
         return jax.tree.map(jnp.copy, nest)
 
-    def zeros(self, name: Any, shapes: Any) -> Any:
-        def nothing(shape: Any) -> Any:
+    def zeros(self, name: Hashable, shapes: Sums) -> Sums:
+        def nothing(shape: jax.ShapeDtypeStruct) -> jax.Array:
             zeros = jnp.zeros(shape.shape, shape.dtype)
             return zeros if shape.dtype == bool else -zeros
 
         made = self.compiled(name, lambda: jax.tree.map(nothing, shapes), [])()
         if keras.distribution.distribution() is None:
-            return made
+            return made  # type: ignore[no-any-return]
         mesh = self._values["trainable"][0].sharding.mesh
         on_all_devices = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        return jax.device_put(made, on_all_devices)
+        return jax.device_put(made, on_all_devices)  # type: ignore[no-any-return]
 
     # The values of variables.
 
-    def values(self, group: Group) -> list[Any]:
+    def values(self, group: Group) -> list[jax.Array]:
         """Return the present values of a group, inside or outside a `StatelessScope`."""
         if (scope := stateless_scope()) is None:
             return self._values[group]
         return [value_in(scope, variable) for variable in self.variables(group)]
 
-    def put(self, group: Group, values: dict[int, Any]) -> None:
+    def put(self, group: Group, values: dict[int, jax.Array]) -> None:
         """Set new values of variables of a group, by index."""
         if stateless_scope() is None:
             before = self._values[group]
@@ -136,7 +145,9 @@ class JaxBackend(Backend):
         for place, value in values.items():
             variables[place].assign(value)
 
-    def train(self, state: Any, run: Callable[[], Any]) -> tuple[Any, tuple[Any, ...]]:
+    def train(
+        self, state: tuple[list[jax.Array], ...], run: Callable[[], Nest]
+    ) -> tuple[Nest, tuple[list[jax.Array], ...]]:
         """Run a function with the values that Keras passes to a train function.
 
         Returns:
@@ -177,7 +188,7 @@ class JaxBackend(Backend):
 
     # Steps.
 
-    def run_step(self, data: Any) -> tuple[Any, list[Any]]:
+    def run_step(self, data: Nest) -> tuple[Nest, list[keras.Variable]]:
         before = {group: self.values(group) if self._is_read(group) else [] for group in GROUPS}
         state = tuple(list(before[group]) for group in GROUPS)
         with self.running_step(), self._step_values.set(before):
@@ -193,7 +204,7 @@ class JaxBackend(Backend):
         known = stateless_scope().state_mapping
         return all(id(variable) in known for variable in self.variables(group))
 
-    def microbatch_weight(self, data: Any) -> Any:
+    def microbatch_weight(self, data: Nest) -> Scalar | None:
         outer = stateless_scope()  # while a loss is scaled, it has optimizer variables only
         values = self._values if outer is None else self._step_values.get()
         with _scope({group: self.variables(group) for group in values}, values) as scope:
@@ -204,12 +215,14 @@ class JaxBackend(Backend):
         return jax.named_scope(UNNOTED)  # type: ignore[no-any-return]
 
     def noting(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], draws: Draws | None = None
-    ) -> tuple[Any, Noted]:
+        self, function: Callable[..., Nest], arguments: tuple[Nest, ...], draws: Draws | None = None
+    ) -> tuple[Nest, Noted]:
         variables = {g: self.variables(g) for g in GROUPS if self._is_read(g)}
         values = {group: self.values(group) for group in variables}
 
-        def pure(values: dict[Group, list[Any]], arguments: tuple[Any, ...]) -> Any:
+        def pure(
+            values: dict[Group, list[jax.Array]], arguments: tuple[Nest, ...]
+        ) -> tuple[Nest, dict[Group, dict[int, jax.Array]]]:
             with _scope(variables, values) as scope:
                 result = function(*arguments)
             after = {
@@ -224,8 +237,12 @@ class JaxBackend(Backend):
         return result, noted
 
     def run_plain(
-        self, train_step: Callable[..., Any], after: Callable[[], None], state: Any, data: Any
-    ) -> Any:
+        self,
+        train_step: Callable[..., tuple[Nest, tuple[list[jax.Array], ...]]],
+        after: Callable[[], None],
+        state: tuple[list[jax.Array], ...],
+        data: Nest,
+    ) -> tuple[Nest, tuple[list[jax.Array], ...]]:
         logs, state = train_step(state, data)
         values = dict(zip(GROUPS, state))
         variables = {group: self.variables(group) for group in GROUPS}
@@ -235,7 +252,7 @@ class JaxBackend(Backend):
         pairs = [zip(variables[group], values[group]) for group in GROUPS]
         return logs, tuple([scope.get_current_value(v) for v, _ in of_group] for of_group in pairs)
 
-    def apply(self, applied: Applied, gradients: list[Any]) -> None:
+    def apply(self, applied: Applied, gradients: list[Gradient]) -> None:
         values = self.values("optimizer"), self.values("trainable")
         after = self._model.optimizer.stateless_apply(values[0], gradients, values[1])
         self.put("trainable", dict(enumerate(after[0])))
@@ -255,7 +272,7 @@ class JaxBackend(Backend):
     def is_on_cpu(self) -> bool:
         return bool(jax.default_backend() == "cpu")
 
-    def wait_for(self, nest: Any) -> None:
+    def wait_for(self, nest: Nest) -> None:
         jax.block_until_ready(nest)
 
     def out_of_memory(self, error: Exception) -> Exception | None:
@@ -280,29 +297,34 @@ class Compiled:
     def __init__(self, backend: JaxBackend, function: Function, is_brief: bool) -> None:
         self._backend, self._function = backend, function
         self._reads = [group for group in function.reads if group not in function.updates]
-        self._pure: Any = self._run
+        self._pure: Callable[..., Nest] = self._run
         model = backend._model
         if model.jit_compile and not model.run_eagerly:
             options = layer_calls.OF_BRIEF if is_brief else None
             self._pure = jax.jit(self._run, donate_argnums=0, compiler_options=options)
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Nest) -> Nest:
         result, updated, changed = self._pure(*self._inputs(arguments))
         for group, values in (*updated.items(), *changed.items()):
             self._backend.put(group, values)
         return result
 
-    def shapes(self, arguments: tuple[Any, ...]) -> Any:
+    def shapes(self, arguments: tuple[Nest, ...]) -> Nest:
         """Return the shapes of the function's results, without running it."""
         return jax.eval_shape(self._pure, *self._inputs(arguments))[0]
 
-    def _inputs(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _inputs(self, arguments: tuple[Nest, ...]) -> tuple[Nest, ...]:
         number = int(self._function.consumes)
         updated = {group: self._backend.values(group) for group in self._function.updates}
         read = {group: self._backend.values(group) for group in self._reads}
         return (updated, arguments[:number]), read, arguments[number:]
 
-    def _run(self, donated: Any, read: dict[Group, list[Any]], arguments: Any) -> Any:
+    def _run(
+        self,
+        donated: tuple[dict[Group, list[jax.Array]], tuple[Nest, ...]],
+        read: dict[Group, list[jax.Array]],
+        arguments: tuple[Nest, ...],
+    ) -> tuple[Nest, dict[Group, dict[int, jax.Array]], dict[Group, dict[int, jax.Array]]]:
         """Return the function's result and new values: all of the groups that it updates, and only
         the changed ones of other groups, because results of a program are copied.
         """
@@ -319,11 +341,13 @@ class Compiled:
         return result, {group: dict(enumerate(after[group])) for group in updated}, changed
 
 
-def _changed(after: Iterable[Any], before: Iterable[Any]) -> dict[int, Any]:
+def _changed(after: Iterable[jax.Array], before: Iterable[jax.Array]) -> dict[int, jax.Array]:
     """Return the values that have changed, by index."""
     return {i: new for i, (new, old) in enumerate(zip(after, before)) if new is not old}
 
 
-def _scope(variables: dict[Group, list[Any]], values: dict[Group, list[Any]]) -> Any:
-    """Return a `keras.StatelessScope` in which the variables of each group have these values."""
+def _scope(
+    variables: dict[Group, list[keras.Variable]], values: dict[Group, list[jax.Array]]
+) -> keras.StatelessScope:
+    """Return a scope in which the variables of each group have these values."""
     return scope_of(chain(*variables.values()), chain(*(values[group] for group in variables)))

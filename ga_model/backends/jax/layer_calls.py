@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +22,20 @@ from ga_model.core.statistics import Moments
 OF_BRIEF = {"xla_backend_optimization_level": 0}
 
 
-def by_microbatches(split: Split) -> tuple[list[Any], Traced]:
+def by_microbatches(split: Split) -> tuple[list[jax.Array], Traced]:
     """Run a function by microbatches: see `Backend.by_microbatches`."""
     samples, size = split.samples, split.size
     rows = samples[0].shape[0]
     num_full, rest = divmod(rows, size)
 
-    def part(share: float) -> Any:
+    def part(share: float) -> Callable[..., tuple[list[jax.Array], Traced]]:
         @functools.partial(jax.checkpoint, prevent_cse=False)
-        def run(carried: list[Any], samples: list[Any]) -> tuple[list[Any], Traced]:
+        def run(
+            carried: list[jax.Array], samples: list[jax.Array]
+        ) -> tuple[list[jax.Array], Traced]:
             return split.function(carried, split.fixed, samples, share)
 
-        return run
+        return run  # type: ignore[no-any-return]
 
     stacked = [a[: num_full * size].reshape(num_full, size, *a.shape[1:]) for a in samples]
     carried, traced = jax.lax.scan(part(size / rows), split.carried, stacked)
@@ -51,12 +52,14 @@ def by_microbatches(split: Split) -> tuple[list[Any], Traced]:
     )
 
 
-def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any]:
+def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., list[np.ndarray]]:
     """Return a function that runs a call during a trace: see `Backend.run_isolated`."""
     function = functools.partial(_gradients, call.function) if derives else call.function
-    compiled: dict[int, Any] = {}
+    compiled: dict[int, jax.stages.Wrapped] = {}
 
-    def run(fixed: list[Any], arrays: list[Any], begin: int, end: int) -> list[Any]:
+    def run(
+        fixed: list[np.ndarray], arrays: list[np.ndarray], begin: int, end: int
+    ) -> list[np.ndarray]:
         arguments = fixed, [array[begin:end] for array in arrays], np.int32(begin)
         if end - begin not in compiled:
             of_size = functools.partial(_with_draws, function, end - begin)
@@ -71,11 +74,13 @@ def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any
     return run
 
 
-def _gradients(function: Any, fixed: Any, samples: Any) -> Any:
+def _gradients(
+    function: Callable[..., list[jax.Array]], fixed: list[jax.Array], samples: list[jax.Array]
+) -> list[jax.Array]:
     sources = [*samples, *fixed]
     places = [place for place, source in enumerate(sources) if _has_gradient(source)]
 
-    def run(values: list[Any]) -> Any:
+    def run(values: list[jax.Array]) -> list[jax.Array]:
         arrays = list(sources)
         for place, value in zip(places, values):
             arrays[place] = value
@@ -84,12 +89,18 @@ def _gradients(function: Any, fixed: Any, samples: Any) -> Any:
 
     results, pullback = jax.vjp(run, [sources[place] for place in places])
     (gradients,) = pullback(results)
-    return gradients
+    return gradients  # type: ignore[no-any-return]
 
 
-def _has_gradient(array: Any) -> bool:
+def _has_gradient(array: jax.Array) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(array), jnp.inexact))
 
 
-def _with_draws(function: Any, rows: int, fixed: Any, samples: Any, begin: Any) -> Any:
-    return Noting(Draws(rows, calls.TOTAL, begin, begin)).run(function, (fixed, samples))
+def _with_draws(
+    function: Callable[..., list[jax.Array]],
+    rows: int,
+    fixed: list[jax.Array],
+    samples: list[jax.Array],
+    begin: jax.Array,
+) -> list[jax.Array]:
+    return Noting(Draws(rows, calls.TOTAL, begin, begin)).run(function, (fixed, samples))  # type: ignore[no-any-return]

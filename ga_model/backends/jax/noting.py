@@ -7,13 +7,17 @@ evaluated the same way; unknown equations are bound unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from ga_model.base._types import Nest
 from ga_model.core.proof.noted import Draws, Noted
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 # Equations that call one jaxpr with their inputs. `remat` is left out: JAX recomputes it.
 _CALLS = {"pjit", "jit", "closed_call", "core_call", "custom_jvp_call"}
@@ -32,17 +36,19 @@ class Noting(Noted):
 
     _is_unnoted = False
 
-    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Evaluate a function of nests of arrays."""
+    def run(self, function: Callable[..., Nest], arguments: tuple[Nest, ...]) -> Nest:
+        """Evaluate a function."""
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
         outputs = self._evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
-    def _evaluate(self, jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> Any:
+    def _evaluate(
+        self, jaxpr: Jaxpr, constants: Sequence[jax.Array], arguments: Sequence[jax.Array]
+    ) -> list[jax.Array]:
         variables = [*jaxpr.constvars, *jaxpr.invars]
         known = dict(zip(variables, [*constants, *arguments]))
 
-        def value(variable: Any) -> Any:
+        def value(variable: Var | Literal) -> jax.Array:
             return variable.val if isinstance(variable, Literal) else known[variable]
 
         for equation in jaxpr.eqns:
@@ -50,7 +56,7 @@ class Noting(Noted):
             known.update(zip(equation.outvars, outputs))
         return [value(v) for v in jaxpr.outvars]
 
-    def _outputs(self, equation: Any, inputs: list[Any]) -> Any:
+    def _outputs(self, equation: JaxprEqn, inputs: list[jax.Array]) -> Sequence[jax.Array]:
         name, parameters = equation.primitive.name, equation.params
         outer, self._is_unnoted = self._is_unnoted, self._is_unnoted or _is_of_package(equation)
         try:
@@ -58,7 +64,9 @@ class Noting(Noted):
         finally:
             self._is_unnoted = outer
 
-    def _evaluated(self, equation: Any, name: str, parameters: Any, inputs: list[Any]) -> Any:
+    def _evaluated(
+        self, equation: JaxprEqn, name: str, parameters: dict[str, Any], inputs: list[jax.Array]
+    ) -> Sequence[jax.Array]:
         inner = next((parameters[key] for key in _JAXPRS if key in parameters), None)
         if name in _CALLS and inner is not None:
             jaxpr, constants = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
@@ -82,19 +90,19 @@ class Noting(Noted):
     def _place(self) -> None:
         """Number each equation: loops are not unrolled, so none is passed twice."""
 
-    def _note_if_scalar(self, name: str, value: Any) -> None:
+    def _note_if_scalar(self, name: str, value: jax.Array) -> None:
         is_scalar = not self._is_unnoted and not jnp.shape(value)
         if is_scalar and jnp.issubdtype(jnp.result_type(value), jnp.floating):
             self.note(name, value)
 
 
-def _is_of_package(equation: Any) -> bool:
+def _is_of_package(equation: JaxprEqn) -> bool:
     """Return whether an equation is this package's, as marked by `JaxBackend.unnoted`."""
     source = getattr(equation, "source_info", None)
     return UNNOTED in str(getattr(source, "name_stack", ""))
 
 
-def _bits(draws: Draws, shape: tuple[int, ...], dtype: Any) -> Any:
+def _bits(draws: Draws, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
     """Return random bits in which a sample has the same ones wherever it is in a batch."""
     key, kind = jax.random.key(draws.next_seed()), draws.kind_of(shape)
     if kind == "by sample":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import keras
@@ -17,7 +16,7 @@ _OTHERS = (
 )
 
 
-def check(model: Any) -> None:
+def check(model: keras.Model) -> None:
     """Raise ValueError if gradients overwrite variables, or the distribution is not supported."""
     if overwritten := [v.path for v in model.trainable_variables if overwrites(v)]:
         raise ValueError(
@@ -37,7 +36,9 @@ def check(model: Any) -> None:
         )
 
 
-def check_known(model: Any, scope: Any, groups: Iterable[list[Any]]) -> None:
+def check_known(
+    model: keras.Model, scope: keras.StatelessScope, groups: Iterable[list[keras.Variable]]
+) -> None:
     """Raise RuntimeError if a scope wrote to a variable that is in none of the groups."""
     if set(scope.state_mapping) - {id(variable) for group in groups for variable in group}:
         raise RuntimeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -10,11 +10,15 @@ from ga_model.backends.tensorflow import optimizers, replicas
 from ga_model.base import _numbers
 from ga_model.base._internals import overwrites, raw
 from ga_model.base._names import answering
+from ga_model.base._types import Gradient, Nest, Scalar, Tensor
 from ga_model.core import messages
 from ga_model.core.accumulator import Accumulator, nothing
 from ga_model.core.backend_types import Applied
 from ga_model.core.models import is_of_keras
 from ga_model.core.window import Largest, Positions, Rows, shrinkage, shrunk, values_of, with_values
+
+if TYPE_CHECKING:
+    import keras
 
 
 class GradientAccumulator(Accumulator):
@@ -75,14 +79,16 @@ class GradientAccumulator(Accumulator):
             replicas.check_is_tried(self._strategy)
         self.variables = []
         self._is_sum: bool | None = None
-        self._sums: list[Any] = []  # variables, nests of them, or None
+        self._sums: list[Nest] = []  # variables, nests of them, or None
         zero = tf.constant(0.0, tf.float64)
         with self._strategy.scope():
             self.num_microbatches, self._total, self._unit = _variables(
                 [tf.constant(0, tf.int64), zero, zero]
             )
 
-    def _add(self, gradients: list[Any], variables: list[Any], weight: Any) -> None:
+    def _add(
+        self, gradients: list[Gradient], variables: list[keras.Variable], weight: Scalar | None
+    ) -> None:
         self._check_is_on_replica()
         is_sum = weight is None
         if self._is_sum not in (None, is_sum):
@@ -109,7 +115,7 @@ class GradientAccumulator(Accumulator):
         self._unit.assign(later)
         self.num_microbatches.assign_add(1)
 
-    def mean(self) -> list[Any]:
+    def mean(self) -> list[Gradient]:
         """Return the window's gradient, in the variables' dtypes.
 
         One per variable: a tensor, `tf.IndexedSlices` or None, like the first that was added.
@@ -124,23 +130,25 @@ class GradientAccumulator(Accumulator):
         self._check_is_on_replica()
         return self._mean(self._divisor())
 
-    def _divisor(self) -> Any:
+    def _divisor(self) -> tf.Tensor:
         """Return the divisor of this replica's sums. All replicas must call it."""
         if self._is_sum:
             return tf.constant(1.0, tf.float64)
         return replicas.shared_total(self._unit.read_value(), self._total.read_value())
 
-    def _mean(self, divisor: Any) -> list[Any]:
+    def _mean(self, divisor: tf.Tensor) -> list[Gradient]:
         is_empty = tf.equal(self.num_microbatches, 0)
 
-        def mean(buffer: Any, variable: Any) -> Any:
+        def mean(buffer: Nest, variable: keras.Variable) -> Gradient:
             total, dtype = _read(buffer, is_empty), tf.as_dtype(variable.dtype)
             total = with_values(total, lambda v: tf.cast(_numbers.divided(v, divisor), dtype))
             return optimizers.as_applied(total, variable)
 
         return list(map(mean, self._sums, self.variables))
 
-    def _update(self, optimizer: Any, sums: Any, variables: list[Any]) -> None:
+    def _update(
+        self, optimizer: keras.optimizers.Optimizer, sums: object, variables: list[keras.Variable]
+    ) -> None:
         if not variables:
             if not tf.executing_eagerly():
                 raise RuntimeError(_empty_apply_message())
@@ -151,7 +159,7 @@ class GradientAccumulator(Accumulator):
         else:
             self._strategy.run(self._update_on_replica, args=(optimizer,))
 
-    def _update_on_replica(self, optimizer: Any) -> None:
+    def _update_on_replica(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Make the update; every replica calls it.
 
         An optimizer synchronizes replicas, also a single one, by `merge_call`, which a branch of a
@@ -165,13 +173,13 @@ class GradientAccumulator(Accumulator):
         has_weight = tf.not_equal(replicas.largest(abs(divisor)), 0.0)
         number = replicas.largest(self.num_microbatches.read_value())
 
-        def update(divisor: Any) -> None:
+        def update(divisor: tf.Tensor) -> None:
             has_own = not is_of_keras(optimizer, "apply_gradients")
             applied = Applied(optimizer, tuple(self.variables), via_apply_gradients=has_own)
             optimizers.apply(applied, self._mean(divisor))
 
-        def branch(strategy: Any, condition: Any, divisor: Any) -> None:
-            def run() -> Any:
+        def branch(strategy: tf.distribute.Strategy, condition: Tensor, divisor: Tensor) -> None:
+            def run() -> tf.Tensor:
                 strategy.extended.call_for_each_replica(update, args=(divisor,))
                 return tf.constant(0)
 
@@ -193,7 +201,7 @@ class GradientAccumulator(Accumulator):
         if not replicas.is_on_replica_of(self._strategy):
             raise ValueError(_scope_message())
 
-    def _tensor(self, gradient: Any, variable: Any) -> Any:
+    def _tensor(self, gradient: Any, variable: keras.Variable) -> Gradient:
         if isinstance(gradient, tf.IndexedSlices):
             values, rows = gradient.values, gradient.values.shape[1:]
             is_known = rows.rank is not None and None not in rows
@@ -205,7 +213,7 @@ class GradientAccumulator(Accumulator):
         is_known = gradient.shape.is_fully_defined()
         return gradient if is_known else tf.ensure_shape(gradient, variable.shape)
 
-    def _number(self, weight: Any) -> Any:
+    def _number(self, weight: Any) -> Scalar:
         weight = raw(weight)
         if not isinstance(weight, (tf.Tensor, tf.Variable)):
             return super()._number(weight)
@@ -216,13 +224,13 @@ class GradientAccumulator(Accumulator):
         return tf.stop_gradient(tf.cast(weight, tf.float64))
 
 
-def _variables(values: Any) -> Any:
+def _variables(values: Nest) -> Nest:
     """Create variables, one for each replica, outside of the present graph.
 
     `tf.function` traces again if it notices a new variable.
     """
 
-    def create(value: Any) -> Any:
+    def create(value: tf.Tensor) -> tf.Variable:
         has_rows = value.shape.rank and value.shape[0] == 0
         return tf.Variable(
             value,
@@ -238,7 +246,7 @@ def _variables(values: Any) -> Any:
         return tf.nest.map_structure(create, values)
 
 
-def _buffer(gradient: Any, variable: Any) -> Any:
+def _buffer(gradient: Gradient, variable: keras.Variable) -> Nest:
     """Create the variables that hold the sum of a variable's gradients; None without a gradient."""
     if gradient is None:
         return None
@@ -255,7 +263,7 @@ def _buffer(gradient: Any, variable: Any) -> Any:
         return _variables(kind(rows, tf.zeros([number], gradient.indices.dtype), ()))
 
 
-def _is_by_position(gradient: Any) -> bool:
+def _is_by_position(gradient: tf.IndexedSlices) -> bool:
     """Return whether a sparse gradient has the same number of rows for any number of samples."""
     if tf.executing_eagerly() or not gradient.indices.shape[0]:
         return False
@@ -263,7 +271,7 @@ def _is_by_position(gradient: Any) -> bool:
     return any(t.shape.rank and t.shape[0] is None for t in inputs)
 
 
-def _read(buffer: Any, is_first: Any) -> Any:
+def _read(buffer: Nest, is_first: tf.Tensor) -> Gradient:
     """Return the sum of the open window. If it is empty, buffers still hold the last sum."""
     if buffer is None:
         return None
@@ -276,11 +284,16 @@ def _read(buffer: Any, is_first: Any) -> Any:
     return total._replace(values=values) if isinstance(total, (Largest, Rows)) else values
 
 
-def _assign(buffer: Any, value: Any) -> None:
+def _assign(buffer: Nest, value: Nest) -> None:
     tf.nest.map_structure(lambda variable, new: variable.assign(new), buffer, value)
 
 
-def _weighted(gradient: Any, buffer: Any, variable: Any, relative: Any) -> Any:
+def _weighted(
+    gradient: tf.Tensor | tf.IndexedSlices,
+    buffer: Nest,
+    variable: keras.Variable,
+    relative: tf.Tensor,
+) -> Gradient:
     """Return a gradient times its weight, in the dtype and form of the sum."""
     dtype = _numbers.sum_dtype(variable.dtype)
     if isinstance(buffer, Largest):
@@ -295,7 +308,9 @@ def _weighted(gradient: Any, buffer: Any, variable: Any, relative: Any) -> Any:
     return tf.cast(tf.convert_to_tensor(gradient), dtype) * tf.cast(relative, dtype)
 
 
-def _plus(total: Any, new: Any, shrink: Any, counts: Any, is_first: Any) -> Any:
+def _plus(
+    total: Gradient, new: Gradient, shrink: tf.Tensor, counts: tf.Tensor, is_first: tf.Tensor
+) -> Gradient:
     """Add a microbatch's weighted gradient to a sum if it counts; otherwise it may be NaN."""
     if isinstance(total, Largest):
         return total.plus(new, shrink, counts)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import tensorflow as tf
 
@@ -36,6 +36,7 @@ from ga_model.base._internals import (
 )
 from ga_model.base._internals_tf import graph_being_made, is_branch, noting_writes
 from ga_model.base._method_patch import MethodPatch
+from ga_model.base._types import Gradient, Nest, Scalar
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import Applied, Function, States
 from ga_model.core.batch import Batch
@@ -46,8 +47,11 @@ from ga_model.core.recorder import CannotAccumulateError, Recording
 from ga_model.core.snapshots import state_variables
 from ga_model.core.window import Amount, Largest, Rows, Sums, with_values
 
+if TYPE_CHECKING:
+    import keras
 
-def _move(applied: Applied, gradients: list[Any], rate: Any) -> None:
+
+def _move(applied: Applied, gradients: list[Gradient], rate: tf.Tensor) -> None:
     """Make the surrogate update of a trial."""
     for variable, gradient in zip(applied.variables, gradients):
         if gradient is not None:
@@ -70,7 +74,7 @@ class TensorFlowBackend(Backend):
 
     noted_by = Noting
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         super().__init__(model)
         self.held, self.tables = HeldSums(), Tables()
         self.is_for_any_samples = ThreadValue(False)
@@ -80,7 +84,8 @@ class TensorFlowBackend(Backend):
         self._replicas = None if strategy is None else Replicas(strategy)
         self._is_on_one = self._has_updated = False
         self._others: Variables | None = None  # variables outside the model that a trial uses
-        self._kept: list[Any] | None = None  # variables that steps write to, a cache until a trace
+        # Variables that steps write to, a cache until a trace.
+        self._kept: list[keras.Variable] | None = None
 
     @property
     def nests(self) -> bool:  # type: ignore[override]
@@ -103,7 +108,7 @@ class TensorFlowBackend(Backend):
         finally:
             self._is_on_one, self._others = outer, None
 
-    def samples_of(self, data: Any, of_all: bool = False) -> Any:
+    def samples_of(self, data: Nest, of_all: bool = False) -> Nest:
         return data if self.replicas is None else self.replicas.samples_of(data, of_all)
 
     @property
@@ -112,16 +117,16 @@ class TensorFlowBackend(Backend):
 
     # Compiled functions.
 
-    def _compiled(self, name: Any, function: Function) -> Callable[..., Any]:
+    def _compiled(self, name: Hashable, function: Function) -> Callable[..., Nest]:
         if not self.traces:
-            run: Callable[..., Any] = functools.partial(self._run_eagerly, function.run)
+            run: Callable[..., Nest] = functools.partial(self._run_eagerly, function.run)
         else:
             jit_compile = bool(self._model.jit_compile) and not _is_made_of_parts(name)
             jit_compile = jit_compile and self._replicas is None  # replicas exchange inside
             run = Compiled(self, function.run, jit_compile, function.consumes)
         return functools.partial(self._update, run) if function.updates else run
 
-    def _update(self, run: Callable[..., Any], *arguments: Any) -> Any:
+    def _update(self, run: Callable[..., Nest], *arguments: Nest) -> Nest:
         """Run a function that may already have updated weights when it fails."""
         self._has_updated = True
         return run(*arguments)
@@ -129,7 +134,7 @@ class TensorFlowBackend(Backend):
     def has_updated(self) -> bool:
         return self._has_updated
 
-    def _run_eagerly(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _run_eagerly(self, function: Callable[..., Nest], *arguments: Nest) -> Nest:
         tensors, shared = each_tensors(arguments), self.replicas
         if shared is None or shared.is_inside():
             return function(*tensors)
@@ -137,22 +142,22 @@ class TensorFlowBackend(Backend):
 
     @staticmethod
     @functools.lru_cache(64)  # all batches use the same few numbers
-    def number(value: float) -> Any:
+    def number(value: float) -> tf.Tensor:
         return tf.constant(value, tf.float64)
 
-    def key_of(self, arguments: tuple[Any, ...]) -> Any:
+    def key_of(self, arguments: tuple[Nest, ...]) -> Hashable:
         keys = tuple(map(key_of_nest, self.each(each_tensors(arguments))))
         return keys, len(self._model.trainable_variables)
 
-    def each(self, nest: Any) -> list[Any]:
+    def each(self, nest: Nest) -> list[Nest]:
         return [nest] if self.replicas is None else self.replicas.each(nest)
 
-    def batch(self, data: Any, size: int | None) -> Batch:
+    def batch(self, data: Nest, size: int | None) -> Batch:
         if self.replicas is None:
             return Batch(data, size)
         return SharedBatch(self.replicas, tensors_in(data), size)
 
-    def as_traced(self, data: Any) -> Any:
+    def as_traced(self, data: Nest) -> Nest:
         return AnySamples(data) if self.traces and not self.needs_number else data
 
     def traces_otherwise(self, error: Exception) -> bool | None:
@@ -162,16 +167,16 @@ class TensorFlowBackend(Backend):
         self._made = {}  # drops the other kind of traces
         return self.needs_number
 
-    def copied(self, nest: Any) -> Any:
+    def copied(self, nest: Nest) -> Nest:
         return tf.nest.map_structure(_copied, nest)
 
-    def zeros(self, name: Any, shapes: Sums) -> Sums:
+    def zeros(self, name: Hashable, shapes: Sums) -> Sums:
         if self.replicas is not None:
             zeros = self.compiled(name, lambda: tf.nest.map_structure(nothing, shapes), [])
             return cast(Sums, zeros())
         others, gradients = shapes._replace(gradients=[]), self.held.variables_of(shapes.gradients)
 
-        def begin(zero: Any) -> Sums:
+        def begin(zero: tf.Tensor) -> Sums:
             self.held.fill(gradients, zero)
             return cast(Sums, tf.nest.map_structure(nothing, others))
 
@@ -180,14 +185,14 @@ class TensorFlowBackend(Backend):
 
     # Steps.
 
-    def run_step(self, data: Any) -> tuple[Any, list[Any]]:
+    def run_step(self, data: Nest) -> tuple[Nest, list[keras.Variable]]:
         others = {id(raw(v)): v for v in self._model.non_trainable_variables}
         noting = noting_writes(list(map(raw, others.values())))
         with self.running_step(), noting as written:
             logs = self._model.train_step(data)
         return logs, [others[id(variable)] for variable in written]
 
-    def logs_of(self, logs: Any) -> Any:
+    def logs_of(self, logs: Nest) -> Nest:
         """Return the means of the logs of all replicas, as Keras does."""
         return logs if self._replicas is None else self._replicas.mean(logs)
 
@@ -205,12 +210,12 @@ class TensorFlowBackend(Backend):
         shared = self.replicas
         return amounts if shared is None or shared.number == 1 else shared.amounts(amounts)
 
-    def sum_of_all(self, gradients: list[Any], total: Any) -> tuple[list[Any], Any]:
+    def sum_of_all(self, gradients: list[Gradient], total: Scalar) -> tuple[list[Gradient], Scalar]:
         if self.num_replicas == 1:
             return gradients, total
         context = tf.distribute.get_replica_context()
 
-        def of_all(gradient: Any) -> Any:
+        def of_all(gradient: Gradient) -> Gradient:
             if gradient is None or isinstance(gradient, Largest):
                 return gradient
             # Totals differ by replica. Arguments are not on its device; computed tensors are.
@@ -231,7 +236,7 @@ class TensorFlowBackend(Backend):
 
     is_driven_by_python = staticmethod(tf.executing_eagerly)
 
-    def take(self, recording: Recording, applied: Applied, gradients: list[Any]) -> None:
+    def take(self, recording: Recording, applied: Applied, gradients: list[Gradient]) -> None:
         optimizer, variables, _ = applied
         if is_branch(graph_being_made()):
             raise CannotAccumulateError(inner_graph_message(recording.model.name))
@@ -247,7 +252,9 @@ class TensorFlowBackend(Backend):
             with self.unnoted():
                 _move(applied, gradients, rate)
 
-    def _given(self, gradient: Any, variable: Any, is_dense: bool) -> Any:
+    def _given(
+        self, gradient: tf.Tensor | tf.IndexedSlices, variable: keras.Variable, is_dense: bool
+    ) -> tf.Tensor | Rows:
         """Return a gradient in the core's form: dense, or `Rows` if it is sparse."""
         if is_dense or not isinstance(gradient, tf.IndexedSlices):
             gradient = tf.convert_to_tensor(gradient)
@@ -258,7 +265,7 @@ class TensorFlowBackend(Backend):
 
     apply = staticmethod(optimizers.apply)
 
-    def joined(self, rows: Sequence[Rows], unit: Any) -> Rows:
+    def joined(self, rows: Sequence[Rows], unit: Scalar) -> Rows:
         if (shared := self.replicas) is None or shared.is_inside():
             return sparse.joined(rows, unit)
         joined: list[Rows] = []
@@ -286,13 +293,13 @@ class TensorFlowBackend(Backend):
         variables = state_variables(self._model, self.optimizers(), with_weights)
         return State(self._model, variables)
 
-    def note_variables(self, graph: Any) -> None:
+    def note_variables(self, graph: tf.Graph) -> None:
         """Record the variables of a new trace, before its first run."""
         self._kept = None  # the trace may have created variables
         if self._others is not None:
             self._others.note(graph.variables)
 
-    def build(self, data: Any) -> None:
+    def build(self, data: Nest) -> None:
         model = self._model
         parts = [*model.metrics, *optimizers_in(vars(model)), compiled_loss(model)]
         if is_built(model, [part for part in parts if part is not None]):
@@ -304,7 +311,7 @@ class TensorFlowBackend(Backend):
 
         left = [part for part in optimizers_in(vars(model)) if not part.built]
 
-        def step(data: Any) -> None:
+        def step(data: Nest) -> None:
             with unrecorded(), _built_outside.of(left):
                 self.run_step(data)
 
@@ -323,13 +330,13 @@ class TensorFlowBackend(Backend):
     def check(self) -> None:
         replicas.check(self._model, self._model._accumulation.settings.microbatch_size)
 
-    def is_at_hand(self, tensor: Any) -> bool:
+    def is_at_hand(self, tensor: tf.Tensor) -> bool:
         return not tf.is_symbolic_tensor(tensor) or tensor.graph is graph_being_made()
 
     place = staticmethod(graph_being_made)
     run_isolated = staticmethod(layer_calls.run_isolated)
 
-    def by_microbatches(self, split: Split) -> tuple[list[Any], Traced]:
+    def by_microbatches(self, split: Split) -> tuple[list[tf.Tensor], Traced]:
         return layer_calls.Microbatches(split, bool(self._model.jit_compile)).run()
 
     attached_to = staticmethod(layer_calls.attached_to)
@@ -360,7 +367,7 @@ _built_outside = MethodPatch(
 )
 
 
-def _is_made_of_parts(name: Any) -> bool:
+def _is_made_of_parts(name: Hashable) -> bool:
     """Return whether XLA must not compile the function as a whole: it runs a few times only, or
     recomputes microbatches of layer calls, which XLA would share with the first pass."""
     if not isinstance(name, tuple):

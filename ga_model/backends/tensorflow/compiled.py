@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -11,9 +11,11 @@ import tensorflow as tf
 from ga_model.base import _numbers
 from ga_model.base._context import ThreadValue
 from ga_model.base._internals_tf import call_flat, shape_of
+from ga_model.base._types import Gradient, Nest, Tensor
 
 if TYPE_CHECKING:
     from ga_model.backends.tensorflow.adapter import TensorFlowBackend
+    from ga_model.core.window import Sums
 
 
 class Compiled:
@@ -28,14 +30,14 @@ class Compiled:
     def __init__(
         self,
         backend: TensorFlowBackend,
-        function: Callable[..., Any],
+        function: Callable[..., Nest],
         jit_compile: bool = False,
         holds: bool = False,
     ) -> None:
         self._backend, self._function = backend, function
         self._holds = holds
         self._skips_by_one = not jit_compile and backend.is_on_cpu
-        run: Callable[..., Any] = self._call
+        run: Callable[..., Nest] = self._call
         if backend.replicas is not None:
             run = self._call_on_replicas
         elif self._holds:
@@ -46,9 +48,10 @@ class Compiled:
             reduce_retracing=not backend.needs_number,  # it generalizes shapes that differ
             jit_compile=jit_compile,
         )
-        self._traced: dict[Any, Any] = {}  # by the shapes of arguments
+        # By the shapes of arguments.
+        self._traced: dict[Hashable, tf.types.experimental.ConcreteFunction] = {}
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Nest) -> Nest:
         if self._holds:
             return self._run_on_held(*arguments)
         tensors, shared = each_tensors(arguments), self._backend.replicas
@@ -59,7 +62,7 @@ class Compiled:
         each = shared.each(tensors)
         return shared.together(self._traced_for(each)(*each))
 
-    def _run_on_held(self, sums: list[Any], *others: Any) -> Any:
+    def _run_on_held(self, sums: list[Gradient], *others: Nest) -> tuple[Sums, Nest]:
         held = self._backend.held.hold(sums)
         unheld = [None if isinstance(value, tf.Variable) else value for value in held]
         arguments = each_tensors((unheld, *others))
@@ -68,24 +71,24 @@ class Compiled:
         pairs = zip(held, after.gradients)
         return after._replace(gradients=[v if g is None else g for v, g in pairs]), logs
 
-    def _run_on(self, arguments: Any) -> Any:
+    def _run_on(self, arguments: tuple[Nest, ...]) -> Nest:
         traced = self._traced_for([arguments])
         leaves = [leaf for leaf in tf.nest.flatten(arguments) if leaf is not None]
         if all(isinstance(leaf, tf.Tensor) for leaf in leaves):
             return call_flat(traced, leaves)
         return traced(*arguments)
 
-    def shapes(self, arguments: tuple[Any, ...]) -> Any:
+    def shapes(self, arguments: tuple[Nest, ...]) -> Nest:
         """Return the shapes of the function's results on one replica, without running it."""
         outputs = self._traced_for(self._backend.each(each_tensors(arguments))).structured_outputs
         return outputs if self._backend.replicas is None else outputs[0]
 
-    def _call(self, *arguments: Any) -> Any:
+    def _call(self, *arguments: Nest) -> Nest:
         is_any = [isinstance(argument, AnySamples) for argument in arguments]
         with self._backend.is_for_any_samples.set(any(is_any)):
             return self._function(*(a.data if yes else a for a, yes in zip(arguments, is_any)))
 
-    def _call_on_held(self, unheld: list[Any], *others: Any) -> Any:
+    def _call_on_held(self, unheld: list[Gradient], *others: Nest) -> tuple[Sums, Nest]:
         """Call the function on the sums that variables hold, and write the new sums to them."""
         held = self._backend.held.present.get()
         sums = [v.read_value() if isinstance(v, tf.Variable) else u for v, u in zip(held, unheld)]
@@ -98,11 +101,11 @@ class Compiled:
                 gradients[place] = None
         return after._replace(gradients=gradients), logs
 
-    def _call_on_replicas(self, *each: tuple[Any, ...]) -> list[Any]:
+    def _call_on_replicas(self, *each: tuple[Nest, ...]) -> list[Nest]:
         assert self._backend.replicas is not None
         return self._backend.replicas.run(self._call, each)
 
-    def _traced_for(self, each: list[tuple[Any, ...]]) -> Any:
+    def _traced_for(self, each: list[tuple[Nest, ...]]) -> tf.types.experimental.ConcreteFunction:
         """Return the trace for the arguments of each replica, or of the only one."""
         key = tuple(key_of_nest(arguments) for arguments in each)
         if key not in self._traced:
@@ -121,10 +124,10 @@ class HeldSums:
     """
 
     def __init__(self) -> None:
-        self._variables: dict[Any, tf.Variable] = {}
+        self._variables: dict[Hashable, tf.Variable] = {}
         self.present = ThreadValue(())
 
-    def hold(self, sums: Iterable[Any]) -> list[Any]:
+    def hold(self, sums: Iterable[Gradient]) -> list[Nest]:
         """Return sums of gradients, with variables for the dense ones."""
         held = list(sums)
         for place, value in enumerate(held):
@@ -133,14 +136,14 @@ class HeldSums:
                 held[place].assign(value)
         return held
 
-    def _variable(self, place: int, spec: Any) -> tf.Variable:
+    def _variable(self, place: int, spec: tf.Tensor | tf.TensorSpec) -> tf.Variable:
         """Return the variable for the sum at an index, of the spec's shape and dtype."""
         key = place, tuple(spec.shape), spec.dtype
         if key not in self._variables:
             self._variables[key] = tf.Variable(nothing(spec), trainable=False)
         return self._variables[key]
 
-    def variables_of(self, specs: Iterable[Any]) -> list[Any]:
+    def variables_of(self, specs: Iterable[Nest]) -> list[Nest]:
         """Return variables for the dense sums among specs, and initial values of the others."""
         return [
             self._variable(place, spec)
@@ -149,9 +152,9 @@ class HeldSums:
             for place, spec in enumerate(specs)
         ]
 
-    def fill(self, sums: Iterable[Any], zero: Any) -> None:
+    def fill(self, sums: Iterable[Nest], zero: tf.Tensor) -> None:
         """Fill the variables among sums with a scalar, one by one to save memory."""
-        before: list[Any] = []
+        before: list[tf.Variable] = []
         for variable in sums:
             if isinstance(variable, tf.Variable):
                 with tf.control_dependencies(before):
@@ -160,7 +163,7 @@ class HeldSums:
                     before = [variable.assign(filled)]
 
 
-def nothing(spec: Any) -> Any:
+def nothing(spec: tf.Tensor | tf.TensorSpec | None) -> tf.Tensor | None:
     """Return the initial sum, -0.0: adding a zero to it keeps the sign of that zero."""
     if spec is None:
         return None
@@ -172,16 +175,16 @@ def nothing(spec: Any) -> Any:
 class AnySamples(NamedTuple):
     """A microbatch to trace for any number of samples."""
 
-    data: Any
+    data: Nest
 
 
-def specs_of(argument: Any) -> Any:
+def specs_of(argument: Nest) -> Nest:
     """Return type specs for the tensors of an argument."""
     is_any = isinstance(argument, AnySamples)
     return tf.nest.map_structure(lambda leaf: _spec(leaf, is_any), argument)
 
 
-def _spec(leaf: Any, is_any: bool) -> Any:
+def _spec(leaf: Tensor | None, is_any: bool) -> tf.TypeSpec | None:
     if leaf is None:
         return None
     spec = tf.type_spec_from_value(leaf)
@@ -193,7 +196,7 @@ def _spec(leaf: Any, is_any: bool) -> Any:
     return type(spec)(shape, leaf.dtype)
 
 
-def key_of_nest(nest: Any, is_any: bool = False) -> Any:
+def key_of_nest(nest: Nest, is_any: bool = False) -> Hashable:
     """Return a key for the structure, shapes and dtypes of a nest of tensors and None.
 
     With `is_any`, it is the same for any number of samples.
@@ -210,12 +213,12 @@ def key_of_nest(nest: Any, is_any: bool = False) -> Any:
     return _spec(nest, is_any)
 
 
-def each_tensors(arguments: Iterable[Any]) -> Any:
+def each_tensors(arguments: Iterable[Nest]) -> tuple[Nest, ...]:
     """Apply `tensors_in` to each argument."""
     return tuple(map(tensors_in, arguments))
 
 
-def tensors_in(nest: Any) -> Any:
+def tensors_in(nest: Nest) -> Nest:
     """Return a nest with numbers as tensors, as each new number would need its own trace."""
     if all(leaf is None or isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(nest)):
         return nest

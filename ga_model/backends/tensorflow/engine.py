@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -11,36 +11,39 @@ import tensorflow as tf
 
 from ga_model.backends.hooks import CoreHooks
 from ga_model.backends.tensorflow import workers
+from ga_model.base._types import Nest
 
 
 class Hooks(CoreHooks):
     """Methods of a model that Keras calls on TensorFlow."""
 
-    def _train(self, iterator: Any) -> Any:
+    def _train(self, iterator: Iterator[Nest]) -> Nest:
         accumulation = self._accumulation
         specs = keras.tree.flatten(getattr(iterator, "element_spec", tf.OptionalSpec(None)))
         accumulation.backend.knows_number = functools.partial(_knows_number, specs)
         logs = accumulation.train(_without_optionals(iterator, specs), self.steps_per_execution)
         return accumulation.backend.logs_of(logs)
 
-    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+    def _maybe_symbolic_build(
+        self, iterator: Iterable[Any] | None = None, data_batch: Nest = None
+    ) -> None:
         if not self._accumulation.is_plain():
             self._accumulation.backend.check()
         keras_builds = super()._maybe_symbolic_build
         workers.build(keras_builds, self.distribute_strategy, iterator, data_batch)
 
-    def _make_function(self, step_function: Any) -> Any:
+    def _make_function(self, step_function: Callable[[Nest], Nest]) -> Callable[..., Nest]:
         step = workers.with_logs_that_reduce(step_function, self.distribute_strategy)
-        return super()._make_function(step)
+        return super()._make_function(step)  # type: ignore[no-any-return]
 
 
-def _knows_number(specs: Iterable[Any]) -> bool:
+def _knows_number(specs: Iterable[tf.TypeSpec]) -> bool:
     """Return whether the specs of a dataset have the number of samples of a batch."""
     shapes = [getattr(spec, "shape", None) for spec in specs]
     return all(shape.rank is not None and None not in shape[:1] for shape in shapes if shape)
 
 
-def _without_optionals(batches: Iterator[Any], specs: Iterable[Any]) -> Iterator[Any]:
+def _without_optionals(batches: Iterator[Nest], specs: Iterable[tf.TypeSpec]) -> Iterator[Nest]:
     """Return batches with None instead of empty optionals."""
 
     def tensor_or_none(leaf: Any) -> Any:

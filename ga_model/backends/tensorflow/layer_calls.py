@@ -25,6 +25,7 @@ from ga_model.base._internals_tf import (
     stateful_draws,
     unseen_by_tapes,
 )
+from ga_model.base._types import Gradient, Nest
 from ga_model.core.call_types import IsolatedCall, Split, Traced
 from ga_model.core.proof.calls import TOTAL, NotByRowsError
 from ga_model.core.proof.noted import Draws
@@ -54,7 +55,7 @@ class Microbatches:
         self._places = [i for i, source in enumerate(self._sources) if _has_gradient(source)]
         self._in_call = call_scopes()
 
-    def run(self) -> tuple[list[Any], Traced]:
+    def run(self) -> tuple[list[tf.Tensor], Traced]:
         """Run all microbatches, and record them on tapes."""
         specs = [_specs(self._carried), _specs(self._fixed), _specs(self._samples, True)]
         specs.append(tf.TensorSpec([], tf.float64))  # of its share
@@ -77,7 +78,7 @@ class Microbatches:
             self._record(backward, begun, traced)
         return carried, traced
 
-    def _in_graph(self, function: Callable[..., Any], specs: list[Any]) -> Any:
+    def _in_graph(self, function: Callable[..., Nest], specs: list[Nest]) -> Any:
         """Return a function of a microbatch, traced once if the step runs in a graph.
 
         Raises:
@@ -102,8 +103,12 @@ class Microbatches:
         return traced
 
     def _run_one(
-        self, carried: list[Any], fixed: list[Any], samples: list[Any], share: Any
-    ) -> tuple[list[Any], Traced]:
+        self,
+        carried: list[tf.Tensor],
+        fixed: list[tf.Tensor],
+        samples: list[tf.Tensor],
+        share: tf.Tensor,
+    ) -> tuple[list[tf.Tensor], Traced]:
         """Run the function on one microbatch, with this share of all samples."""
         with self._in_call():
             after, traced = self._function(carried, fixed, samples, share)
@@ -115,13 +120,13 @@ class Microbatches:
 
     def _gradients_of_one(
         self,
-        carried: list[Any],
-        fixed: list[Any],
-        samples: list[Any],
-        share: Any,
-        of_outputs: list[Any],
-        of_losses: list[Any],
-    ) -> list[Any]:
+        carried: list[tf.Tensor],
+        fixed: list[tf.Tensor],
+        samples: list[tf.Tensor],
+        share: tf.Tensor,
+        of_outputs: list[tf.Tensor],
+        of_losses: list[tf.Tensor],
+    ) -> list[tuple[tf.Tensor, ...]]:
         """Return `_tensors_of` each source's gradient, from the gradients of outputs and losses."""
         sources = [*fixed, *samples]
         sources = [sources[place] for place in self._places]
@@ -135,18 +140,23 @@ class Microbatches:
         )
         return list(map(_tensors_of, gradients))
 
-    def _rows_at(self, index: Any) -> slice:
+    def _rows_at(self, index: tf.Tensor) -> slice:
         return slice(index * self._size, tf.minimum((index + 1) * self._size, self._rows))
 
-    def _part(self, index: Any) -> list[Any]:
+    def _part(self, index: tf.Tensor) -> list[tf.Tensor]:
         rows = self._rows_at(index)
         return [tensor[rows] for tensor in self._samples]
 
-    def _share_of(self, part: list[Any]) -> Any:
+    def _share_of(self, part: list[tf.Tensor]) -> tf.Tensor:
         with is_unnoted.set(True):
             return tf.cast(_rows_of(part[0]), tf.float64) / tf.cast(self._rows, tf.float64)
 
-    def _forward(self, run_one: Callable[..., Any], after: list[Any], form: Traced) -> Any:
+    def _forward(
+        self,
+        run_one: Callable[..., tuple[list[tf.Tensor], Traced]],
+        after: list[tf.Tensor],
+        form: Traced,
+    ) -> tuple[list[tf.Tensor], list[tf.TensorArray], Traced]:
         """Return the state after all microbatches, that before each, and the results of all.
 
         Args:
@@ -154,7 +164,14 @@ class Microbatches:
             after, form: its results, or specs of them.
         """
 
-        def step(index: Any, carried: Any, begun: Any, given: Any, losses: Any, sums: Any) -> Any:
+        def step(
+            index: tf.Tensor,
+            carried: list[tf.Tensor],
+            begun: list[tf.TensorArray],
+            given: Nest,
+            losses: list[tf.Tensor],
+            sums: list[Moments],
+        ) -> tuple[Nest, ...]:
             part = self._part(index)
             begun = [array.write(index, value) for array, value in zip(begun, carried)]
             carried, traced = run_one(carried, self._fixed, part, self._share_of(part))
@@ -175,12 +192,17 @@ class Microbatches:
         outputs, attached = tf.nest.map_structure(self._joined, given, form[:2])
         return carried, begun, Traced(outputs, attached, losses, sums)
 
-    def _record(self, backward: Callable[..., Any], begun: Any, traced: Traced) -> None:
+    def _record(
+        self,
+        backward: Callable[..., list[tuple[tf.Tensor, ...]]],
+        begun: list[tf.TensorArray],
+        traced: Traced,
+    ) -> None:
         outputs = tf.nest.flatten(traced[:2])
         results = [*outputs, *traced.losses]
         places = [place for place, result in enumerate(results) if _has_gradient(result)]
 
-        def gradient(*upstream: Any) -> list[Any]:
+        def gradient(*upstream: Gradient) -> list[Gradient]:
             known = dict(zip(places, upstream))
             every = [_or_zeros(known.get(place), t) for place, t in enumerate(results)]
             return self._backward(backward, begun, every[: len(outputs)], every[len(outputs) :])
@@ -190,25 +212,33 @@ class Microbatches:
         record_on_tapes("Microbatches", followed, sources, gradient)
 
     def _backward(
-        self, backward: Callable[..., Any], begun: Any, of_outputs: list[Any], of_losses: list[Any]
-    ) -> list[Any]:
+        self,
+        backward: Callable[..., list[tuple[tf.Tensor, ...]]],
+        begun: list[tf.TensorArray],
+        of_outputs: list[tf.Tensor],
+        of_losses: list[tf.Tensor],
+    ) -> list[Gradient]:
         """Return the gradients of the sources that can have one, or None."""
 
-        def gradients(index: Any) -> list[Any]:
+        def gradients(index: tf.Tensor) -> list[tuple[tf.Tensor, ...]]:
             part, rows = self._part(index), self._rows_at(index)
             carried = [array.read(index) for array in begun]
             upstream = [gradient[rows] for gradient in of_outputs]
             share = self._share_of(part)
-            found: list[Any] = backward(carried, self._fixed, part, share, upstream, of_losses)
+            found: list[tuple[tf.Tensor, ...]] = backward(
+                carried, self._fixed, part, share, upstream, of_losses
+            )
             return found
 
-        def initial(way: str, first: Any) -> Any:
+        def initial(way: str, first: tf.Tensor) -> tf.Tensor | tf.TensorArray:
             if way != "joined":
                 return first
             return self._array(first.dtype, [None, *first.shape[1:]]).write(0, first)
 
-        def step(index: Any, totals: list[Any]) -> Any:
-            def added(way: str, before: Any, value: Any) -> Any:
+        def step(index: tf.Tensor, totals: Nest) -> tuple[tf.Tensor, Nest]:
+            def added(
+                way: str, before: tf.Tensor | tf.TensorArray, value: tf.Tensor
+            ) -> tf.Tensor | tf.TensorArray:
                 if way == "joined":
                     return before.write(index, value)
                 return before + value if way == "summed" else before
@@ -224,7 +254,12 @@ class Microbatches:
         sources = (self._sources[place] for place in self._places)
         return list(map(self._gradient, sources, totals, first))
 
-    def _gradient(self, source: Any, total: tuple[Any, ...], first: tuple[Any, ...]) -> Any:
+    def _gradient(
+        self,
+        source: tf.Tensor,
+        total: tuple[tf.Tensor | tf.TensorArray, ...],
+        first: tuple[tf.Tensor, ...],
+    ) -> Gradient:
         """Return the gradient of a source from the combined tensors and those of microbatch 0."""
         if not total:
             return None
@@ -234,8 +269,8 @@ class Microbatches:
         tensors = [t.concat() if isinstance(t, tf.TensorArray) else t for t in total]
         return tf.IndexedSlices(*tensors, tf.constant(list(source.shape), tf.int64))
 
-    def _loop(self, step: Callable[..., Any], begin: list[Any]) -> Any:
-        def invariant(value: Any) -> Any:
+    def _loop(self, step: Callable[..., tuple[Nest, ...]], begin: list[Nest]) -> Nest:
+        def invariant(value: tf.Tensor | tf.TensorArray) -> tf.TensorShape | None:
             return None if isinstance(value, tf.TensorArray) else tf.TensorShape(value.shape)
 
         return tf.while_loop(
@@ -246,12 +281,12 @@ class Microbatches:
             parallel_iterations=1,
         )
 
-    def _array(self, dtype: Any, shape: Any) -> Any:
+    def _array(self, dtype: tf.DType, shape: tf.TensorShape | list[int | None]) -> tf.TensorArray:
         return tf.TensorArray(
             dtype, size=self._number, infer_shape=False, element_shape=shape, clear_after_read=False
         )
 
-    def _joined(self, array: Any, part: Any) -> Any:
+    def _joined(self, array: tf.TensorArray, part: tf.Tensor | tf.TensorSpec) -> tf.Tensor:
         """Return the concatenated outputs, with zeros for samples that did not run."""
         joined = array.concat()
         if self._is_limited:
@@ -262,27 +297,27 @@ class Microbatches:
         return joined
 
 
-def _specs(tensors: Sequence[Any], have_samples: bool = False) -> list[Any]:
+def _specs(tensors: Sequence[tf.Tensor], have_samples: bool = False) -> list[tf.TensorSpec]:
     return [
         tf.TensorSpec([None, *t.shape[1:]] if have_samples else t.shape, t.dtype) for t in tensors
     ]
 
 
-def _rows_of(tensor: Any) -> Any:
+def _rows_of(tensor: tf.Tensor) -> tf.Tensor:
     return tf.shape(tensor)[0]
 
 
-def _has_gradient(tensor: Any) -> bool:
+def _has_gradient(tensor: tf.Tensor) -> bool:
     return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
 
 
-def _tensors_of(gradient: Any) -> tuple[Any, ...]:
+def _tensors_of(gradient: Gradient) -> tuple[tf.Tensor, ...]:
     if isinstance(gradient, tf.IndexedSlices):
         return gradient.values, gradient.indices
     return () if gradient is None else (gradient,)
 
 
-def _ways_of(tensors: tuple[Any, ...], is_shared: bool) -> tuple[str, ...]:
+def _ways_of(tensors: tuple[tf.Tensor, ...], is_shared: bool) -> tuple[str, ...]:
     """Return how to combine each tensor of a gradient over microbatches.
 
     Sparse gradients with a fixed number of rows are lookups by position, so these are summed.
@@ -293,14 +328,16 @@ def _ways_of(tensors: tuple[Any, ...], is_shared: bool) -> tuple[str, ...]:
     return ("summed", "alike") if is_by_position else ("joined", "joined")
 
 
-def _or_zeros(gradient: Any, tensor: Any) -> Any:
+def _or_zeros(gradient: Gradient, tensor: tf.Tensor) -> tf.Tensor:
     return tf.zeros_like(tensor) if gradient is None else tf.convert_to_tensor(gradient)
 
 
-def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any]:
+def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., list[np.ndarray]]:
     """Return a function that runs a call during a trace: see `Backend.run_isolated`."""
 
-    def run(fixed: list[Any], arrays: list[Any], begin: int, end: int) -> list[Any]:
+    def run(
+        fixed: list[np.ndarray], arrays: list[np.ndarray], begin: int, end: int
+    ) -> list[np.ndarray]:
         with tf.init_scope():
             draws = Draws(end - begin, TOTAL, begin, begin)
             arguments = list(map(tf.constant, fixed)), [tf.constant(a[begin:end]) for a in arrays]
@@ -317,7 +354,7 @@ def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any
     return run
 
 
-def attached_to(output: Any) -> dict[str, Any]:
+def attached_to(output: tf.Tensor) -> dict[str, tf.Tensor]:
     """Return the tensors that Keras's losses read from an output, such as mask and logits."""
     attached = {"mask": mask_of(output), "logits": logits_of(output)}
     is_in_graph = tf.is_symbolic_tensor(output)
@@ -326,7 +363,7 @@ def attached_to(output: Any) -> dict[str, Any]:
     return {name: tensor for name, tensor in attached.items() if tensor is not None}
 
 
-def with_attached(output: Any, name: str, tensor: Any) -> Any:
+def with_attached(output: tf.Tensor, name: str, tensor: tf.Tensor) -> tf.Tensor:
     """Return an output with a tensor that `attached_to` found."""
     if name in _ACTIVATIONS:
         return _ACTIVATIONS[name](tensor)

@@ -5,12 +5,12 @@ numbers. Unknown operations run as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from ga_model.base._context import is_unnoted
 from ga_model.base._internals_tf import seeing_operations
+from ga_model.base._types import Nest, Scalar
 from ga_model.core.proof.noted import Draws, Noted
 
 # Indices of the inputs that operations divide by, or bound a divisor with: `x / maximum(n, 1)`.
@@ -24,7 +24,7 @@ _BOUNDING = {"Maximum", "Minimum", "ClipByValue", "SelectV2", "Select", "Relu"}
 _DECIDING = {"SelectV2", "Select", "If", "StatelessIf"}
 _OF_SHAPES = {"Shape", "ShapeN", "Size"}  # operations that use only the shape of their input
 # Operations that draw each entry of their result, stateful or stateless, in any version.
-_DRAWING: dict[str, Any] = {
+_DRAWING: dict[str, Callable[..., tf.Tensor]] = {
     "RandomStandardNormal": tf.random.stateless_normal,
     "RandomNormal": tf.random.stateless_normal,
     "RandomUniform": tf.random.stateless_uniform,
@@ -38,13 +38,16 @@ class Noting(Noted):
 
     def __init__(self, draws: Draws | None) -> None:
         super().__init__(draws)
-        self._of_shapes: dict[int, Any] = {}  # graph tensors that follow from shapes, by id
+        # Graph tensors that follow from shapes, by id.
+        self._of_shapes: dict[int, tf.Tensor] = {}
 
-    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def run(self, function: Callable[..., Nest], arguments: tuple[Nest, ...]) -> Nest:
         with seeing_operations(self._see):
             return function(*arguments)
 
-    def _see(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    def _see(
+        self, name: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor] | None:
         """Record scalars of an operation. Return outputs to replace its own, or None."""
         if self._draws is not None and (drawn := self._drawn(name, inputs, outputs)) is not None:
             return [drawn]
@@ -55,13 +58,15 @@ class Noting(Noted):
                 self.note(name, tf.cast(value, tf.float64), self._follows_from_shapes(value))
         return None
 
-    def _follows_from_shapes(self, tensor: Any) -> bool:
+    def _follows_from_shapes(self, tensor: tf.Tensor) -> bool:
         """Return whether a tensor of a graph is a constant, or computed from shapes alone."""
         if id(tensor) in self._of_shapes:
             return True
         return bool(tf.is_symbolic_tensor(tensor) and tensor.op.type == "Const")
 
-    def _drawn(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    def _drawn(
+        self, name: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]
+    ) -> tf.Tensor | None:
         """Return the random numbers of a trial, for a sample the same in all parts; or None."""
         name = name.removeprefix("Stateless").removesuffix("V2")
         if name in ("RandomShuffle", "Shuffle"):
@@ -84,12 +89,16 @@ class Noting(Noted):
         return _draw(name, tf.shape(output), output.dtype, [seed, 1 + draws.run], inputs)
 
 
-def _draw(name: str, shape: Any, dtype: Any, seed: Any, inputs: Sequence[Any]) -> Any:
+def _draw(
+    name: str, shape: tf.Tensor, dtype: tf.DType, seed: list[Scalar], inputs: Sequence[tf.Tensor]
+) -> tf.Tensor:
     limits = [value for value in inputs if value.dtype == dtype][-2:] if "Int" in name else []
     return _DRAWING[name](shape, seed, *limits, dtype=dtype)
 
 
-def _scalars_of(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Iterator[Any]:
+def _scalars_of(
+    name: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]
+) -> Iterator[tf.Tensor]:
     if name in _DECIDING:
         yield inputs[0]
     for place in _DIVIDING.get(name, ()):

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from ga_model.backends.tensorflow.replicas import copies, largest
+from ga_model.base._types import Gradient
 from ga_model.core.backend_types import Applied
 from ga_model.core.window import Largest, Rows
 
 
 def build_outside(
-    optimizer: Any, build: Callable[..., Any], variables: Any, is_seen: bool = False
+    optimizer: keras.optimizers.Optimizer,
+    build: Callable[..., None],
+    variables: Sequence[keras.Variable],
+    is_seen: bool = False,
 ) -> None:
     """Create the variables of an optimizer, by its `build`, outside of the present graph.
 
     With `is_seen`, `tf.function` notices the new variables and traces again.
     """
 
-    def create(next_creator: Callable[..., Any], **settings: Any) -> Any:
+    def create(next_creator: Callable[..., tf.Variable], **settings: Any) -> tf.Variable:
         if not is_seen:
             settings = {**settings, "experimental_enable_variable_lifting": False}
         return next_creator(**settings)
@@ -39,11 +43,11 @@ def build_outside(
             raise ValueError(_unbuilt_weights_message(optimizer.name)) from error
 
 
-def _has_value(variable: Any) -> bool:
+def _has_value(variable: keras.Variable) -> bool:
     return all(bool(copy.is_initialized()) for copy in copies(variable))
 
 
-def as_applied(gradient: Any, variable: Any) -> Any:
+def as_applied(gradient: Gradient, variable: keras.Variable) -> tf.Tensor | tf.IndexedSlices | None:
     """Return the gradient of a variable in the form that optimizers accept."""
     if isinstance(gradient, Largest):
         return tf.cast(largest(gradient.values), variable.dtype)
@@ -53,7 +57,7 @@ def as_applied(gradient: Any, variable: Any) -> Any:
     return tf.IndexedSlices(gradient.values, gradient.indices, shape)
 
 
-def apply(applied: Applied, gradients: list[Any]) -> None:
+def apply(applied: Applied, gradients: list[Gradient]) -> None:
     """Apply an optimizer on every replica to the sum over replicas of their gradients.
 
     An optimizer sums over replicas itself, but only after it has clipped the gradients of each
@@ -71,13 +75,13 @@ def apply(applied: Applied, gradients: list[Any]) -> None:
     applied.again(gradients)
 
 
-def _clips(optimizer: Any) -> bool:
+def _clips(optimizer: keras.optimizers.Optimizer) -> bool:
     clipping = (optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)
     parts = getattr(optimizer, "optimizers", ())  # of a MultiOptimizer
     return any(c is not None for c in clipping) or any(map(_clips, parts))
 
 
-def _sum_on_first_replica(tensors: list[Any], shows_overflow: bool) -> list[Any]:
+def _sum_on_first_replica(tensors: list[Gradient], shows_overflow: bool) -> list[Gradient]:
     """Return the sums over replicas on the first replica, and zeros on the others.
 
     With `shows_overflow`, the others get NaN where a sum is not finite.
@@ -86,7 +90,7 @@ def _sum_on_first_replica(tensors: list[Any], shows_overflow: bool) -> list[Any]
     present = [tensor for tensor in tensors if tensor is not None]
     is_first = tf.equal(context.replica_id_in_sync_group, 0)
 
-    def here(tensor: Any) -> Any:
+    def here(tensor: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
         if isinstance(tensor, tf.IndexedSlices):
             return tf.IndexedSlices(here(tensor.values), tensor.indices, tensor.dense_shape)
         rest = tf.zeros_like(tensor)

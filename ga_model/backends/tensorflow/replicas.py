@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -27,6 +28,7 @@ from ga_model.base._internals import (
     strategy_of_model,
     strategy_of_optimizer,
 )
+from ga_model.base._types import Nest, Scalar, Tensor
 from ga_model.core.batch import Batch, part_of
 from ga_model.core.messages import WITHOUT
 from ga_model.core.models import optimizers_in
@@ -42,7 +44,7 @@ _COUNTS, _FLAGS = ("num_counted", "num_skipped", "num_news"), ("has_lost", "has_
 class OnReplicas:
     """A leaf of a nest: its value on each replica of this process."""
 
-    def __init__(self, values: Sequence[Any]) -> None:
+    def __init__(self, values: Sequence[Tensor]) -> None:
         self.values = tuple(values)
 
     def __int__(self) -> int:
@@ -63,7 +65,7 @@ class Replicas:
         """Return whether this code runs on a replica."""
         return is_on_replica_of(self.strategy)
 
-    def each(self, nest: Any) -> list[Any]:
+    def each(self, nest: Nest) -> list[Nest]:
         """Return a nest as each replica of this process has it."""
 
         def of_replica(place: int, leaf: Any) -> Any:
@@ -76,17 +78,19 @@ class Replicas:
         every = (functools.partial(of_replica, place) for place in range(self._num_here))
         return [tf.nest.map_structure(of_one, nest) for of_one in every]
 
-    def together(self, nests: Sequence[Any]) -> Any:
+    def together(self, nests: Sequence[Nest]) -> Nest:
         """Join the nests of the replicas into one: the inverse of `each`."""
 
-        def join(*leaves: Any) -> Any:
+        def join(*leaves: Tensor | None) -> OnReplicas | None:
             return None if leaves[0] is None else OnReplicas(leaves)
 
         return tf.nest.map_structure(join, *nests)
 
-    def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+    def run(
+        self, function: Callable[..., Nest], arguments: Sequence[tuple[Nest, ...]]
+    ) -> list[Nest]:
         """Run a function on every replica, each with its own tuple of arguments."""
-        found: list[Any] = [None] * self._num_here
+        found: list[Nest] = [None] * self._num_here
 
         def run(place: int) -> None:
             found[place] = function(*arguments[place])
@@ -101,26 +105,26 @@ class Replicas:
         else:
             function()
 
-    def on_device(self, place: int) -> Any:
+    def on_device(self, place: int) -> AbstractContextManager[None]:
         """Return a context in which tensors are created on a replica's device."""
-        return tf.device(self._devices[place])
+        return tf.device(self._devices[place])  # type: ignore[no-any-return]
 
-    def samples_of(self, data: Any, of_all: bool) -> Any:
+    def samples_of(self, data: Nest, of_all: bool) -> Nest:
         """Return samples of a batch; with `of_all`, the same in all processes."""
         each = self.each(data)
         if of_all and self.number > self._num_here:
             return tf.nest.map_structure(self._gathered, *each)
         return max(each, key=lambda part: Batch(part, None).rows)
 
-    def _gathered(self, *leaves: Any) -> Any:
+    def _gathered(self, *leaves: Tensor) -> Tensor:
         if leaves[0] is None or not len(leaves[0].shape):
             return leaves[0]
         return self.strategy.gather(self._distributed(map(tf.convert_to_tensor, leaves)), axis=0)
 
-    def mean(self, nest: Any) -> Any:
+    def mean(self, nest: Nest) -> Nest:
         """Return a nest of the means over all replicas."""
 
-        def mean(*leaves: Any) -> Any:
+        def mean(*leaves: Tensor) -> Tensor:
             if leaves[0] is None or self.number == 1:
                 return leaves[0]
             if self.number == self._num_here:
@@ -129,7 +133,7 @@ class Replicas:
 
         return tf.nest.map_structure(mean, *self.each(nest))
 
-    def _distributed(self, values: Iterable[Any]) -> Any:
+    def _distributed(self, values: Iterable[Scalar]) -> tf.distribute.DistributedValues:
         """Return a `tf.distribute` value from one value for each replica of this process."""
         left = iter(values)
         distribute = self.strategy.experimental_distribute_values_from_function
@@ -173,13 +177,13 @@ class Replicas:
 class SharedBatch(Batch):
     """A batch whose samples are shared by replicas, perhaps unevenly; `size` is for one replica."""
 
-    def __init__(self, replicas: Replicas, data: Any, size: int | None) -> None:
+    def __init__(self, replicas: Replicas, data: Nest, size: int | None) -> None:
         self._replicas, self._each, self._size = replicas, replicas.each(data), size
         parts = [Batch(part, size) for part in self._each]
         self.rows = max(part.rows for part in parts)
         self.num_microbatches = max(part.num_microbatches for part in parts)
 
-    def microbatch(self, index: int) -> Any:
+    def microbatch(self, index: int) -> Nest:
         each = self._each
         if self.is_split:
             size = self._size or self.rows
@@ -190,47 +194,47 @@ class SharedBatch(Batch):
         return self._replicas.together(each)
 
 
-def shared_total(unit: Any, total: Any) -> Any:
+def shared_total(unit: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
     """Return the divisor t_r of this replica's sums from its unit and total, float64 scalars."""
     if tf.distribute.get_strategy().num_replicas_in_sync == 1:
         return total
     return _total_of(unit, *_vectors([unit, total]))
 
 
-def _total_of(own: Any, unit: Any, total: Any) -> Any:
+def _total_of(own: tf.Tensor, unit: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
     largest = tf.reduce_max(unit)
     of_window = tf.reduce_sum(total * tf.math.divide_no_nan(unit, largest))
     factor = tf.where(own == 0, tf.ones_like(own), tf.math.divide_no_nan(largest, own))
     return of_window * factor * scaled_for_replicas(tf.ones((), tf.float64))
 
 
-def largest(tensor: Any) -> Any:
+def largest(tensor: tf.Tensor) -> tf.Tensor:
     """Return the elementwise maximum over the replicas' tensors."""
     if tf.distribute.get_strategy().num_replicas_in_sync == 1:
         return tensor
     return tf.reduce_max(_stacked(tensor), axis=0)
 
 
-def _vectors(numbers: Sequence[Any]) -> list[Any]:
+def _vectors(numbers: Sequence[Scalar]) -> list[tf.Tensor]:
     """Return for each scalar a float64 vector of its values on all replicas."""
     row = tf.stack([_numbers.float64(number) for number in numbers])
     return list(tf.unstack(_stacked(row), axis=1))
 
 
-def _stacked(tensor: Any) -> Any:
+def _stacked(tensor: tf.Tensor) -> tf.Tensor:
     """Return the tensors of all replicas, stacked on a new first axis."""
     context = tf.distribute.get_replica_context()
     stacked = context.all_gather(tensor[tf.newaxis], axis=0)
     return tf.ensure_shape(stacked, [context.num_replicas_in_sync, *tensor.shape])
 
 
-def is_on_replica_of(strategy: Any) -> bool:
+def is_on_replica_of(strategy: tf.distribute.Strategy) -> bool:
     """Return whether this code runs on a replica of a strategy."""
     is_here = tf.distribute.get_strategy() is strategy
     return is_here and not tf.distribute.in_cross_replica_context()
 
 
-def check(model: Any, microbatch_size: Any) -> None:
+def check(model: keras.Model, microbatch_size: int | str | None) -> None:
     """Raise an error if a model cannot be accumulated under its strategy.
 
     Raises:
@@ -271,11 +275,11 @@ def check_is_tried(strategy: tf.distribute.Strategy) -> None:
         raise NotImplementedError(_strategy_message(type(strategy).__name__))
 
 
-def _is_distributed(variable: Any) -> bool:
+def _is_distributed(variable: tf.Variable) -> bool:
     return isinstance(variable, tf.distribute.DistributedValues)
 
 
-def copies(variable: Any) -> list[Any]:
+def copies(variable: keras.Variable | tf.Variable) -> list[tf.Variable]:
     """Return the copies of a variable of Keras or TensorFlow on this machine's replicas."""
     variable = raw(variable)
     return list(variable.values) if _is_distributed(variable) else [variable]

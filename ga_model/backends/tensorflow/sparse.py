@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from ga_model.base import _numbers
+from ga_model.base._types import Scalar
 from ga_model.core.window import Positions, Rows, shrinkage
 
 
@@ -34,12 +34,12 @@ class Tables:
         return kind(gradient.values, indices, tf.zeros((), tf.float64))
 
 
-def _counts_up(indices: Any) -> bool:
+def _counts_up(indices: tf.Tensor) -> bool:
     number = indices.shape[0]
     return number > 1 and bool(tf.reduce_all(indices == tf.range(number, dtype=indices.dtype)))
 
 
-def joined(rows: Sequence[Rows], unit: Any) -> Rows:
+def joined(rows: Sequence[Rows], unit: Scalar) -> Rows:
     """Return all rows of a window as one sparse gradient in a unit."""
     factors = shrinkage(tf.stack([part.unit for part in rows]), unit)
     factors = tf.unstack(_numbers.like(rows[0].values, factors))
@@ -50,7 +50,9 @@ def joined(rows: Sequence[Rows], unit: Any) -> Rows:
     return Rows(tf.concat(values, 0), tf.concat(indices, 0), unit)
 
 
-def _once(values: list[Any], indices: list[Any]) -> tuple[list[Any], list[Any]]:
+def _once(
+    values: list[tf.Tensor], indices: list[tf.Tensor]
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Sum rows by position over microbatches, so that each position is there once.
 
     If microbatches have different indices at a position, return all rows.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -12,11 +12,14 @@ from ga_model.backends.tensorflow.replicas import copies
 from ga_model.base._internals_tf import value_of
 from ga_model.core.snapshots import VariableSnapshot
 
+if TYPE_CHECKING:
+    import keras
+
 
 class State(VariableSnapshot):
     """The values of variables. Each shares the variable's memory until the variable is written."""
 
-    def __init__(self, model: Any, variables: Sequence[Any]) -> None:
+    def __init__(self, model: keras.Model, variables: Sequence[keras.Variable]) -> None:
         super().__init__(model, variables)
         every = [copy for variable in self._variables for copy in copies(variable)]
         self._values = [(copy, value_of(copy)) for copy in every]
@@ -31,9 +34,9 @@ class Variables:
     """Variables that a step uses, in the model or elsewhere, and their values when first noted."""
 
     def __init__(self) -> None:
-        self._values: dict[int, tuple[Any, Any]] = {}
+        self._values: dict[int, tuple[tf.Variable, tf.Tensor]] = {}
 
-    def note(self, variables: Iterable[Any]) -> None:
+    def note(self, variables: Iterable[tf.Variable]) -> None:
         """Record the values of variables that are not known yet."""
         for variable in variables:
             if id(variable) not in self._values:
@@ -45,7 +48,7 @@ class Variables:
             variable.assign(value)
 
 
-def other_variables(known: Iterable[Any]) -> Variables:
+def other_variables(known: Iterable[keras.Variable | tf.Variable]) -> Variables:
     """Return the values of all variables of the process, except known and frozen (`gc`) ones.
 
     Eagerly, a step may use any variable, for example by a global name. TensorFlow copies a value
@@ -59,6 +62,6 @@ def other_variables(known: Iterable[Any]) -> Variables:
     return values
 
 
-def _has_value(variable: Any) -> bool:
+def _has_value(variable: tf.Variable) -> bool:
     handle = getattr(variable, "handle", None)  # variables in a graph may have none
     return handle is not None and not tf.is_symbolic_tensor(handle) and variable.is_initialized()

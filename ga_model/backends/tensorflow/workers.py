@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 
 from ga_model.base._internals import add_note
 from ga_model.base._internals_tf import logs_over_replicas
+from ga_model.base._types import Nest, Scalar, Tensor
 
 
-def build(keras_builds: Callable[..., None], strategy: Any, iterator: Any, batch: Any) -> None:
+def build(
+    keras_builds: Callable[..., None],
+    strategy: tf.distribute.Strategy,
+    iterator: Iterable[Any] | None,
+    batch: Nest,
+) -> None:
     """Build a model under its strategy from its first batch, by Keras's `_maybe_symbolic_build`.
 
     Keras averages the replicas' parts of the batch, although it only needs their shape. This fails
@@ -30,7 +36,9 @@ def build(keras_builds: Callable[..., None], strategy: Any, iterator: Any, batch
         break
 
 
-def with_logs_that_reduce(step: Callable[[Any], Any], strategy: Any) -> Callable[[Any], Any]:
+def with_logs_that_reduce(
+    step: Callable[[Nest], Nest], strategy: tf.distribute.Strategy
+) -> Callable[[Nest], Nest]:
     """Return a `train_step` or `test_step` whose logs Keras can average over several workers.
 
     Keras averages over axis 0, which scalars lack (keras#20585, seen in 3.14.0 to 3.15.1). So they
@@ -39,7 +47,7 @@ def with_logs_that_reduce(step: Callable[[Any], Any], strategy: Any) -> Callable
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return step
 
-    def reduce() -> Any:
+    def reduce() -> Nest:
         logs = strategy.run(lambda: tf.zeros(()))
         return logs_over_replicas(logs, strategy)
 
@@ -50,13 +58,13 @@ def with_logs_that_reduce(step: Callable[[Any], Any], strategy: Any) -> Callable
         return functools.wraps(step)(lambda data: tf.nest.map_structure(_with_axis, step(data)))
 
 
-def _with_axis(log: Any) -> Any:
+def _with_axis(log: Scalar | None) -> Tensor | None:
     if log is None or len(getattr(log, "shape", ())) > 0:
         return log
     return tf.convert_to_tensor(log)[tf.newaxis]
 
 
-def check_same_epoch(strategy: Any, epoch: int) -> None:
+def check_same_epoch(strategy: tf.distribute.Strategy, epoch: int) -> None:
     """Raise RuntimeError on every worker unless all are about to train the same epoch."""
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return
@@ -66,7 +74,7 @@ def check_same_epoch(strategy: Any, epoch: int) -> None:
         raise RuntimeError(_epochs_message(epoch))
 
 
-def explain(error: BaseException, strategy: Any) -> None:
+def explain(error: BaseException, strategy: tf.distribute.Strategy) -> None:
     """Add a note to an error that means that another worker has failed."""
     if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and (
         isinstance(error, tf.errors.UnavailableError) or "ollective ops is aborted" in str(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +12,9 @@ from ga_model.base._names import answering
 from ga_model.core.accumulator import Accumulator, added, check_optimizer
 from ga_model.core.backend_types import Applied
 from ga_model.core.window import Sums
+
+if TYPE_CHECKING:
+    import keras
 
 
 class GradientAccumulator(Accumulator):
@@ -56,14 +59,14 @@ class GradientAccumulator(Accumulator):
     _added = staticmethod(torch.no_grad()(added))
 
     @answering
-    def __init__(self, *, process_group: Any = None) -> None:
+    def __init__(self, *, process_group: torch.distributed.ProcessGroup | None = None) -> None:
         super().__init__()
         refusals.check_group(process_group)
         self._processes = processes_of(process_group)
         self._has_group = process_group is not None
-        self._known: list[Any] = []  # variables of the last window
+        self._known: list[keras.Variable] = []  # variables of the last window
 
-    def apply(self, optimizer: Any, *, is_last: bool = False) -> None:
+    def apply(self, optimizer: keras.optimizers.Optimizer, *, is_last: bool = False) -> None:
         """Update the variables with the window's gradient, and start the next window.
 
         One call is one `optimizer.apply`. An empty window, and one whose weights sum to zero,
@@ -98,6 +101,11 @@ class GradientAccumulator(Accumulator):
             self._update(optimizer, sums, self._known)
             is_end = is_end or not is_last
 
-    def _update(self, optimizer: Any, sums: Sums | None, variables: list[Any]) -> None:
+    def _update(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        sums: Sums | None,
+        variables: list[keras.Variable],
+    ) -> None:
         with torch.no_grad():
             super()._update(optimizer, sums, variables)

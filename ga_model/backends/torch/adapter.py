@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -14,12 +14,13 @@ import torch
 from ga_model.backends.torch import call_hooks, isolated_calls, layer_calls, optimizers, refusals
 from ga_model.backends.torch.gradient_sums import GradientSums
 from ga_model.backends.torch.noting import Noting
-from ga_model.backends.torch.optimizers import TorchOptimizers
+from ga_model.backends.torch.optimizers import TorchOptimizer, TorchOptimizers
 from ga_model.backends.torch.process_group import processes_of
 from ga_model.backends.torch.state import LeftGradients, State
 from ga_model.base._call_again import Attributes, PythonState
 from ga_model.base._internals import raw, stateless_scope
 from ga_model.base._internals_torch import times_written
+from ga_model.base._types import Nest
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import Applied, Function, States
 from ga_model.core.call_types import Split, Traced
@@ -42,16 +43,16 @@ class TorchBackend(Backend):
     noted_by = Noting
     traces = False
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         super().__init__(model)
         before = vars(model).get("_accumulation")  # `compile` keeps the group
         self.set_process_group(None if before is None else before.backend.process_group)
         self._optimizers_of_torch = TorchOptimizers(model)
-        self._updated: list[tuple[Any, int]] = []
+        self._updated: list[tuple[torch.Tensor, int]] = []
 
     # Processes.
 
-    def set_process_group(self, group: Any) -> None:
+    def set_process_group(self, group: torch.distributed.ProcessGroup | None) -> None:
         """Train together with the processes of a group, or alone."""
         self.process_group, self.processes = group, processes_of(group)
 
@@ -78,7 +79,7 @@ class TorchBackend(Backend):
         if self.processes is not None:
             self.processes.end_fit()
 
-    def _updated_variables(self) -> list[Any]:
+    def _updated_variables(self) -> list[keras.Variable]:
         """Return the variables that updates change."""
         optimizers = optimizers_in(vars(self._model))
         state = [v for optimizer in optimizers for v in optimizer.variables]
@@ -86,8 +87,8 @@ class TorchBackend(Backend):
 
     # Steps.
 
-    def _compiled(self, name: Any, function: Function) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
+    def _compiled(self, name: Hashable, function: Function) -> Callable[..., Nest]:
+        def run(*arguments: Nest) -> Nest:
             with torch.no_grad():
                 if function.discards:
                     arguments = keras.tree.map_structure(_copied, arguments)
@@ -95,10 +96,10 @@ class TorchBackend(Backend):
 
         return run
 
-    def copied(self, nest: Any) -> Any:
+    def copied(self, nest: Nest) -> Nest:
         return keras.tree.map_structure(_copied, nest)
 
-    def run_step(self, data: Any) -> tuple[Any, list[Any]]:
+    def run_step(self, data: Nest) -> tuple[Nest, list[keras.Variable]]:
         others = self._model.non_trainable_variables
         versions = [times_written(raw(variable)) for variable in others]
         with self.running_step(), torch.enable_grad():
@@ -120,7 +121,7 @@ class TorchBackend(Backend):
     def is_driven_by_python(self) -> bool:
         return True
 
-    def gradient_sums(self, totals: Sequence[Any] | None) -> GradientSums:
+    def gradient_sums(self, totals: Sequence[torch.Tensor | None] | None) -> GradientSums:
         return GradientSums(totals, self._model.trainable_weights)
 
     @contextlib.contextmanager
@@ -143,7 +144,7 @@ class TorchBackend(Backend):
         variables = state_variables(self._model, self.optimizers(), with_weights)
         return State(self._model, variables)
 
-    def optimizers(self) -> list[Any]:
+    def optimizers(self) -> list[keras.optimizers.Optimizer | TorchOptimizer]:
         return [*super().optimizers(), *self._optimizers_of_torch.all()]
 
     # Checks, and calls of layers.
@@ -158,7 +159,7 @@ class TorchBackend(Backend):
 
     run_isolated = staticmethod(isolated_calls.run_isolated)
 
-    def by_microbatches(self, split: Split) -> tuple[list[Any], Traced]:
+    def by_microbatches(self, split: Split) -> tuple[list[torch.Tensor], Traced]:
         return layer_calls.Microbatches(split).run()
 
     def has_hooks(self) -> bool:
@@ -197,7 +198,7 @@ class TorchBackend(Backend):
     def has_updated(self) -> bool:
         return any(times_written(tensor) != version for tensor, version in self._updated)
 
-    def _versions_of_updated(self) -> list[tuple[Any, int]]:
+    def _versions_of_updated(self) -> list[tuple[torch.Tensor, int]]:
         """Return the tensors that updates change, and how often each was written to."""
         optimizers = optimizers_in(vars(self._model))
         states = [raw(v) for optimizer in optimizers for v in optimizer.variables]

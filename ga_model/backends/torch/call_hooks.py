@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,10 +22,13 @@ from ga_model.base._internals_torch import (
 )
 from ga_model.base._method_patch import MethodPatch
 
+if TYPE_CHECKING:
+    import keras
+
 _noted = ThreadValue()
 
 
-def why_whole(layer: Any) -> str | None:
+def why_whole(layer: keras.Layer) -> str | None:
     """Return why buffers or hooks of a layer forbid splitting its calls, or None."""
     if any(True for part in layers_in(layer) for _ in part.buffers()):
         return "it has PyTorch buffers, which a call may write to"
@@ -37,7 +40,7 @@ def why_whole(layer: Any) -> str | None:
     return None
 
 
-def has_hooks(model: Any) -> bool:
+def has_hooks(model: keras.Model) -> bool:
     """Return whether any hook sees calls of layers, or gradients of weights."""
     modules = (module for part in layers_in(model) for module in part.modules())
     if any(has_hooks_on_calls(m) or has_hooks_on_gradients(m) for m in modules):
@@ -47,7 +50,7 @@ def has_hooks(model: Any) -> bool:
 
 
 @contextlib.contextmanager
-def without_hooks(weights: Iterable[Any]) -> Iterator[None]:
+def without_hooks(weights: Iterable[torch.Tensor]) -> Iterator[None]:
     """Disable the hooks on gradients of weights in a block."""
     hooks = [registered for registered in map(hooks_on_gradient, weights) if registered]
     contents = [dict(registered) for registered in hooks]
@@ -61,15 +64,15 @@ def without_hooks(weights: Iterable[Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noting_hooks() -> Iterator[list[Any]]:
+def noting_hooks() -> Iterator[list[Callable[..., Any]]]:
     """Yield a list of the hooks on tensors that this thread registers in a block."""
-    noted: list[Any] = []
+    noted: list[Callable[..., Any]] = []
     with _hooks.of([torch.Tensor]), _noted.set(noted):
         yield noted
 
 
 def _noting(_: Any, register_hook: Callable[..., Any]) -> Callable[..., Any]:
-    def noting(tensor: Any, hook: Any) -> Any:
+    def noting(tensor: torch.Tensor, hook: Callable[..., Any]) -> torch.utils.hooks.RemovableHandle:
         if (noted := _noted.get()) is not None:
             noted.append(hook)
         return register_hook(tensor, hook)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ga_model.backends.hooks import CoreHooks
 from ga_model.backends.torch import refusals
+from ga_model.base._types import Nest
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Hooks(CoreHooks):
     """Methods of a model that Keras calls on PyTorch."""
 
-    jit_compile: Any
+    jit_compile: bool
     name: str
 
     @property
-    def process_group(self) -> Any:
+    def process_group(self) -> torch.distributed.ProcessGroup | None:
         """The processes that train the model together, a `torch.distributed.ProcessGroup`, or None.
 
         By default None: each process trains alone. With `torch.distributed.group.WORLD`, all train
@@ -40,11 +44,11 @@ class Hooks(CoreHooks):
         if arguments.get("jit_compile") is True:
             raise ValueError(refusals.compiled_message(self.name))
 
-    def make_train_function(self, force: bool = False) -> Any:
+    def make_train_function(self, force: bool = False) -> Callable[..., Nest]:
         """Return the function that `fit` calls with each batch."""
         if self.jit_compile and (self.train_function is None or force):
             raise ValueError(refusals.compiled_message(self.name))
         return super().make_train_function(force)
 
-    def _train(self, data: Any) -> Any:
+    def _train(self, data: Iterable[Nest]) -> Nest:
         return self._accumulation.train(iter(data), 1)

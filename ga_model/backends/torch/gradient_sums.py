@@ -5,14 +5,18 @@ So the gradients of a microbatch are never all in memory at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from ga_model.base import _numbers
 from ga_model.base._internals import raw
 from ga_model.base._internals_torch import has_hooks_on_sum
+from ga_model.base._types import Scalar
+
+if TYPE_CHECKING:
+    import keras
 
 
 class GradientSums:
@@ -21,14 +25,16 @@ class GradientSums:
     With `is_in_grad`, they are in `.grad` until `end`.
     """
 
-    def __init__(self, totals: Sequence[Any] | None, variables: Sequence[Any]) -> None:
+    def __init__(
+        self, totals: Sequence[torch.Tensor | None] | None, variables: Sequence[keras.Variable]
+    ) -> None:
         self._tensors = list(map(raw, variables))
-        self._totals: list[Any] = list(totals or [None for _ in variables])
-        self._handles: list[Any] = []
-        self._counts: Any = True
+        self._totals: list[torch.Tensor | None] = list(totals or [None for _ in variables])
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._counts: Scalar = True
         self.is_in_grad = False
 
-    def begin(self, shrink: Any, counts: Any) -> None:
+    def begin(self, shrink: Scalar, counts: Scalar) -> None:
         """Add gradients to the sums from now on, instead of leaving them in `.grad`."""
         self._counts = counts
         if torch.is_tensor(shrink) or shrink != 1.0:  # it is one if gradients do not count
@@ -45,7 +51,7 @@ class GradientSums:
             hook = self._hook(place)
             self._handles.append(tensor.register_post_accumulate_grad_hook(hook))
 
-    def end(self) -> list[Any]:
+    def end(self) -> list[torch.Tensor | None]:
         """Return the sums, None for variables without a gradient in all microbatches."""
         if self.is_in_grad:
             totals = [tensor.grad for tensor in self._tensors]
@@ -67,8 +73,8 @@ class GradientSums:
             for tensor in self._tensors
         )
 
-    def _hook(self, place: int) -> Any:
-        def add(tensor: Any) -> None:
+    def _hook(self, place: int) -> Callable[[torch.Tensor], None]:
+        def add(tensor: torch.Tensor) -> None:
             gradient, tensor.grad = tensor.grad, None
             with torch.no_grad():
                 wide, total = _numbers.widened(gradient), self._totals[place]

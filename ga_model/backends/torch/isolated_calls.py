@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import keras
 import numpy as np
@@ -24,7 +23,7 @@ from ga_model.core.proof.noted import Draws
 _LIBRARIES = ("torch.", "ga_model.")
 
 
-def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any]:
+def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., list[np.ndarray]]:
     """Return a function that runs a call on other values: see `Backend.run_isolated`.
 
     New samples are in the range of those that they replace, as they may be indices into tables.
@@ -35,7 +34,9 @@ def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any
     state = {id(t): t for t in (*layer.parameters(), *map(raw, layer.variables))}
     leaves = [t if id(t) in state else t.detach().requires_grad_(t.requires_grad) for t in fixed]
 
-    def run(values: list[Any], arrays: list[Any], begin: int, end: int) -> list[Any]:
+    def run(
+        values: list[np.ndarray], arrays: list[np.ndarray], begin: int, end: int
+    ) -> list[np.ndarray]:
         parts = [
             _within(torch.as_tensor(array[begin:end]), limit).to(tensor.device)
             for array, limit, tensor in zip(arrays, limits, samples)
@@ -70,7 +71,9 @@ def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any
     return run
 
 
-def _isolated_gradients(outputs: list[Any], sources: list[Any]) -> list[Any]:
+def _isolated_gradients(
+    outputs: list[torch.Tensor], sources: list[torch.Tensor]
+) -> list[torch.Tensor]:
     """Return gradients of half the sum of squares, or none if no custom gradient is involved."""
     if not has_custom_gradients(outputs, sources):
         return []
@@ -80,7 +83,7 @@ def _isolated_gradients(outputs: list[Any], sources: list[Any]) -> list[Any]:
     return [(torch.zeros_like(t) if g is None else g).to(dtype) for g, t in gradients]
 
 
-def has_custom_gradients(results: list[Any], sources: list[Any]) -> bool:
+def has_custom_gradients(results: list[torch.Tensor], sources: list[torch.Tensor]) -> bool:
     """Return whether a custom `torch.autograd.Function` was used to compute results.
 
     Raises:
@@ -105,7 +108,7 @@ def has_custom_gradients(results: list[Any], sources: list[Any]) -> bool:
     return has_custom
 
 
-def _limits_of(tensor: Any) -> tuple[float, float] | None:
+def _limits_of(tensor: torch.Tensor) -> tuple[float, float] | None:
     """Return the minimum and maximum of a floating-point tensor, if they differ and are finite."""
     if not tensor.is_floating_point() or not tensor.numel():
         return None
@@ -113,7 +116,7 @@ def _limits_of(tensor: Any) -> tuple[float, float] | None:
     return (low, high) if 0.0 < high - low < np.inf else None
 
 
-def _within(tensor: Any, limits: tuple[float, float] | None) -> Any:
+def _within(tensor: torch.Tensor, limits: tuple[float, float] | None) -> torch.Tensor:
     if limits is None:
         return tensor
     low, high = limits
@@ -121,7 +124,9 @@ def _within(tensor: Any, limits: tuple[float, float] | None) -> Any:
 
 
 @contextmanager
-def _exchanged(state: dict[int, Any], pairs: Any) -> Iterator[None]:
+def _exchanged(
+    state: dict[int, torch.Tensor], pairs: Iterable[tuple[torch.Tensor, np.ndarray]]
+) -> Iterator[None]:
     """Give the tensors of a state other values in a block, in other memory.
 
     So results computed from them stay valid. Tensors without a pair get random numbers.
@@ -141,6 +146,8 @@ def _exchanged(state: dict[int, Any], pairs: Any) -> Iterator[None]:
             tensor.data = data
 
 
-def _without_saving_hooks() -> Any:
+def _without_saving_hooks() -> AbstractContextManager[None]:
     """Return a context without hooks on saved tensors, which `torch.utils.checkpoint` counts."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    return torch.autograd.graph.saved_tensors_hooks(  # type: ignore[no-any-return]
+        lambda tensor: tensor, lambda tensor: tensor
+    )

@@ -7,7 +7,7 @@ from the same state, with its rows of the gradient, and sums the gradients of we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import compress
 from typing import Any
@@ -51,14 +51,15 @@ class Microbatches:
         self.sources = [t for t in (*tensors, *others) if t.requires_grad]
         self._tensors = TensorSnapshot(split.layer)
         self._in_call, self._autocast = call_scopes(), autocast_scopes()
-        self._starts: list[Any] = []  # the `carried` and the random state before each microbatch
+        # The `carried` and the random state before each microbatch.
+        self._starts: list[tuple[list[torch.Tensor], tuple[torch.Tensor, list[torch.Tensor]]]] = []
         self._carried = [tensor.detach().clone() for tensor in split.carried]  # it is written to
         self._moments: list[Moments] = []
         self._num_outputs = 0
         self._attached: list[str] = []
         self._versions = [(name, t, times_written(t)) for name, t in _expected_unchanged(split)]
 
-    def run(self) -> tuple[list[Any], Traced]:
+    def run(self) -> tuple[list[torch.Tensor], Traced]:
         """Run all microbatches, as one operation of autograd.
 
         Raises:
@@ -76,7 +77,7 @@ class Microbatches:
         losses = list(others[len(attached) :])
         return self._carried, Traced(outputs, attached, losses, self._moments)
 
-    def first_pass(self) -> list[Any]:
+    def first_pass(self) -> list[torch.Tensor]:
         """Return the outputs of all samples, the tensors attached to them, and the losses."""
         split, joined, losses = self._split, list[Any](), list[Any]()
         for share in self._shares:
@@ -111,7 +112,9 @@ class Microbatches:
         if changed:
             raise RuntimeError(refusals.changed_message(self._split.layer.name, sorted(changed)))
 
-    def second_pass(self, sources: tuple[Any, ...], upstream: tuple[Any, ...]) -> list[Any]:
+    def second_pass(
+        self, sources: tuple[torch.Tensor, ...], upstream: tuple[torch.Tensor | None, ...]
+    ) -> list[torch.Tensor | None]:
         """Run the microbatches again, and return the gradients of the sources.
 
         Args:
@@ -126,8 +129,8 @@ class Microbatches:
         if not is_differentiable:  # leaves stay: a PyTorch module may read such a parameter itself
             fixed = [t if t.is_leaf else t.detach().requires_grad_() for t in fixed]
         shared = [*compress(fixed, in_fixed), *saved]
-        sums: list[Any] = [None for _ in shared]
-        rows: list[list[Any]] = [[] for _ in compress(samples, in_samples)]
+        sums: list[torch.Tensor | None] = [None for _ in shared]
+        rows: list[list[torch.Tensor]] = [[] for _ in compress(samples, in_samples)]
         python = PythonState(split.layer)
         try:
             with preserving_random_state(), without_hooks(shared):
@@ -156,7 +159,9 @@ class Microbatches:
         num_in_fixed = sum(in_fixed)
         return [*sums[:num_in_fixed], *joined, *sums[num_in_fixed:]]
 
-    def _pairs(self, traced: Traced, share: slice, upstream: tuple[Any, ...]) -> Any:
+    def _pairs(
+        self, traced: Traced, share: slice, upstream: tuple[torch.Tensor | None, ...]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return pairs of an output or loss of a microbatch and its gradient, where it has one."""
         tensors = [*traced.outputs, *traced.attached.values()]
         rows, of_losses = upstream[: len(tensors)], upstream[len(tensors) :]
@@ -167,7 +172,7 @@ class Microbatches:
     def _part_of(self, share: slice) -> float:
         return float((share.stop - share.start) / self._rows)
 
-    def _check(self, tensors: list[Any], rows: int) -> None:
+    def _check(self, tensors: list[torch.Tensor], rows: int) -> None:
         """Raise NotByRowsError unless outputs have one row per sample and writes go via Keras."""
         for tensor in tensors:
             if tensor.ndim == 0 or tensor.shape[0] != rows:
@@ -181,7 +186,7 @@ class _Operation(torch.autograd.Function):
     """The two passes as one operation of autograd."""
 
     @staticmethod
-    def forward(ctx: Any, call: Microbatches, *sources: Any) -> Any:
+    def forward(ctx: Any, call: Microbatches, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.save_for_backward(*sources)  # PyTorch then detects writes to them
         ctx.set_materialize_grads(False)
@@ -190,12 +195,16 @@ class _Operation(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.call.check_unchanged()  # before `saved_tensors` raises PyTorch's own error
         return (None, *ctx.call.second_pass(ctx.saved_tensors, upstream))
 
 
-def gradients_of(pairs: Any, sources: list[Any], create_graph: bool) -> list[Any]:
+def gradients_of(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    sources: list[torch.Tensor],
+    create_graph: bool,
+) -> list[torch.Tensor | None]:
     """Return the gradients with respect to sources, or None for each without one."""
     differentiable = [source for source in sources if source.requires_grad]
     if not pairs or not differentiable:
@@ -206,8 +215,8 @@ def gradients_of(pairs: Any, sources: list[Any], create_graph: bool) -> list[Any
     return [next(results) if source.requires_grad else None for source in sources]
 
 
-def _added(total: Any, gradient: Any) -> Any:
-    """Return the sum of two gradients, each a tensor or None, in float32 at least."""
+def _added(total: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the sum of two gradients, in float32 at least."""
     if gradient is None:
         return total
     wide = _numbers.widened(gradient)
@@ -216,7 +225,7 @@ def _added(total: Any, gradient: Any) -> Any:
     return total + wide if total.requires_grad or wide.requires_grad else total.add_(wide)
 
 
-def _expected_unchanged(split: Split) -> list[tuple[str, Any]]:
+def _expected_unchanged(split: Split) -> list[tuple[str, torch.Tensor]]:
     """Return names and tensors that must not be written to before the second pass."""
     parts = layers_in(split.layer)
     normal = [part for part in parts if isinstance(part, keras.layers.BatchNormalization)]
@@ -227,7 +236,7 @@ def _expected_unchanged(split: Split) -> list[tuple[str, Any]]:
     return found + [(v.path, raw(v)) for v in variables if id(v) not in changing]
 
 
-def parameters_beside(layer: Any, tensors: list[Any]) -> list[Any]:
+def parameters_beside(layer: keras.Layer, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the trainable parameters of a layer that are not among these tensors."""
     known = set(map(id, tensors))
     found = {id(p): p for p in layer.parameters() if p.requires_grad}

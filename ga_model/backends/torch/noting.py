@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ga_model.backends.torch.state import preserving_random_state, seed_random
 from ga_model.base._context import is_unnoted
 from ga_model.base._internals_torch import PRIVATE_DRAWS, READS_NUMBER, is_in_derivative, name_of
+from ga_model.base._types import Nest, Scalar
 from ga_model.core.proof.noted import Draws, Noted
 
 # Indices of the arguments that operations divide by, or bound a divisor with: `x / maximum(n, 1)`.
@@ -40,12 +41,16 @@ class Noting(TorchDispatchMode, Noted):
         TorchDispatchMode.__init__(self)
         Noted.__init__(self, draws)
 
-    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def run(self, function: Callable[..., Nest], arguments: tuple[Nest, ...]) -> Nest:
         with self:
             return function(*arguments)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         name, draws, may_divide = _about(func)
@@ -77,7 +82,7 @@ def _name_of_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _divisors_of(name: str, args: Any, outputs: Any) -> Iterator[Any]:
+def _divisors_of(name: str, args: tuple[Any, ...], outputs: Nest) -> Iterator[Scalar]:
     for place in _DIVIDING.get(name, ()):
         value: Any = args[place] if place < len(args) else None
         if torch.is_tensor(value) and value.ndim == 0 and value.dtype != torch.bool:
@@ -98,13 +103,19 @@ def _is_mask(index: Any) -> bool:
     return torch.is_tensor(index) and index.dtype in (torch.bool, torch.uint8)
 
 
-def _drawn(draws: Draws, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _drawn(
+    draws: Draws,
+    name: str,
+    func: Callable[..., Nest],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Nest:
     """Run a random operation so that a sample gets the same numbers wherever it is in a batch."""
     kwargs = {key: None if key == "generator" else value for key, value in kwargs.items()}
     number, shape = draws.next_seed(), _shape_of(args, kwargs)
     kind = draws.kind_of(shape) if name in _BY_ENTRY or name.endswith("_") else "by batch"
 
-    def run(seed: int, row: int | None = None) -> Any:
+    def run(seed: int, row: int | None = None) -> Nest:
         seed_random(1_000_003 * number + seed)
         if row is None:
             return func(*args, **kwargs)
@@ -129,7 +140,7 @@ def _drawn(draws: Draws, name: str, func: Any, args: Any, kwargs: dict[str, Any]
     return torch.cat(rows if len(rows) == shape[0] else rows * shape[0])
 
 
-def _shape_of(args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
+def _shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     """Return the shape of what an operation draws: that of a tensor, or a list of sizes."""
     for value in (*args, kwargs.get("size")):
         if torch.is_tensor(value):

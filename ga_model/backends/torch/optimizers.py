@@ -7,6 +7,8 @@ window, and calls the original `step`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -17,20 +19,20 @@ from ga_model.base._internals import counter_of, raw
 from ga_model.base._internals_torch import note_step
 from ga_model.core.backend_types import Applied
 from ga_model.core.models import instances_in, is_of_keras
-from ga_model.core.recorder import CannotAccumulateError
+from ga_model.core.recorder import CannotAccumulateError, Recording
 from ga_model.core.stand_ins import recorded
 
 _SCHEDULERS = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
-def take(recording: Any, applied: Applied, gradients: list[Any]) -> None:
+def take(recording: Recording, applied: Applied, gradients: list[torch.Tensor | None]) -> None:
     """Record the gradients that a step applies, and make the surrogate update of a trial."""
     optimizer, variables, _ = applied
     if not optimizer.built:
         with keras.name_scope(optimizer.name):
             optimizer.build(variables)
     is_own, sums = not is_of_keras(recording.model, "train_step"), recording.sums
-    for variable, gradient in () if sums and sums.is_in_grad else zip(variables, gradients):
+    for variable, gradient in () if sums and sums.is_in_grad else zip(variables, gradients):  # type: ignore[attr-defined]
         if raw(variable).grad is gradient:  # the window owns it now; the user's step gets a copy
             raw(variable).grad = gradient.clone() if is_own and gradient is not None else None
     gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
@@ -72,14 +74,14 @@ class TorchOptimizer:
         for variable, (place, key) in zip(self.variables[1:], self._places):
             variable.assign(float(groups[place][key]))
 
-    def parameters(self) -> list[Any]:
+    def parameters(self) -> list[torch.nn.Parameter]:
         """Return the tensors that it updates."""
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return loss
 
-    def apply(self, gradients: list[Any], variables: list[Any]) -> None:
+    def apply(self, gradients: list[torch.Tensor | None], variables: list[keras.Variable]) -> None:
         """Update the variables. Their `grad` is then what was applied, as in plain training."""
         for variable, gradient in zip(variables, gradients):
             raw(variable).grad = None if gradient is None else gradient.to(raw(variable).dtype)
@@ -87,7 +89,7 @@ class TorchOptimizer:
         self.iterations.assign_add(1)
 
 
-def _number(dtype: str, name: str) -> Any:
+def _number(dtype: str, name: str) -> keras.Variable:
     return keras.Variable(0, dtype=dtype, trainable=False, name=name)
 
 
@@ -99,12 +101,12 @@ def _is_number(value: Any) -> bool:
 class TorchOptimizers:
     """The `torch.optim` optimizers in attributes of a model."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self._known: dict[int, tuple[Any, TorchOptimizer]] = {}
+        self._known: dict[int, tuple[torch.optim.Optimizer, TorchOptimizer]] = {}
         self._steps = recorded("step", self._take)
 
-    def of_torch(self) -> list[Any]:
+    def of_torch(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers themselves."""
         return instances_in(list(vars(self._model).values()), torch.optim.Optimizer)
 
@@ -112,21 +114,26 @@ class TorchOptimizers:
         """Return a `TorchOptimizer` for each, the same objects in every call."""
         return list(map(self._of, self.of_torch()))
 
-    def parts(self) -> list[Any]:
+    def parts(self) -> list[torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler]:
         """Return the optimizers and the model's schedulers, which a step changes."""
         attributes = list(vars(self._model).values())
         return [*self.of_torch(), *instances_in(attributes, _SCHEDULERS)]
 
-    def recorded(self) -> Any:
+    def recorded(self) -> AbstractContextManager[None]:
         """Return a context in which their `step` passes gradients to a recording."""
         return self._steps.of(self.of_torch())
 
-    def _of(self, optimizer: Any) -> TorchOptimizer:
+    def _of(self, optimizer: torch.optim.Optimizer) -> TorchOptimizer:
         if id(optimizer) not in self._known:
             self._known[id(optimizer)] = optimizer, TorchOptimizer(optimizer)
         return self._known[id(optimizer)][1]
 
-    def _take(self, recording: Any, optimizer: Any, closure: Any = None) -> None:
+    def _take(
+        self,
+        recording: Recording,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any] | None = None,
+    ) -> None:
         if closure is not None:
             raise CannotAccumulateError(refusals.closure_message(self._model.name))
         wrapper, weights = self._of(optimizer), self._model.trainable_variables

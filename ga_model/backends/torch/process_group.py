@@ -18,15 +18,19 @@ import itertools
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ga_model.base import _numbers
 from ga_model.base._internals import raw
+from ga_model.base._types import Scalar
 from ga_model.core.backend_types import Applied
 from ga_model.core.noise import Squares
 from ga_model.core.window import Sums
+
+if TYPE_CHECKING:
+    import keras
 
 _BUCKET = 25 * 2**20  # bytes summed at a time, as in `DistributedDataParallel`
 _WINDOW, _END, _EPOCH, _FINISH = range(4)
@@ -56,18 +60,18 @@ class _Message(NamedTuple):
 class Processes:
     """The `size` processes of a `torch.distributed.ProcessGroup` that train one model."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: torch.distributed.ProcessGroup) -> None:
         self._group = group
         self.size = num_processes(group)
         self._has_compared = False
         self._is_in_fit = self._has_ended = False  # the latter: its epoch has made all updates
 
-    def begin_epoch(self, epoch: int, variables: Sequence[Any]) -> None:
+    def begin_epoch(self, epoch: int, variables: Sequence[keras.Variable]) -> None:
         """Raise RuntimeError in all processes unless all begin this epoch, with equal variables."""
         self._is_in_fit, self._has_ended = True, False
         self._agree(_EPOCH, epoch, variables)
 
-    def finish(self, variables: Sequence[Any]) -> None:
+    def finish(self, variables: Sequence[keras.Variable]) -> None:
         """Raise RuntimeError in all processes unless all are at the end of `fit`."""
         self._agree(_FINISH, 0, variables)
 
@@ -75,14 +79,14 @@ class Processes:
         """Note that no epoch is running."""
         self._is_in_fit = self._has_ended = False
 
-    def _agree(self, kind: int, epoch: int, variables: Sequence[Any]) -> None:
+    def _agree(self, kind: int, epoch: int, variables: Sequence[keras.Variable]) -> None:
         message = _Message(kind, epoch, *_fingerprint(variables))
         messages = self._exchange(message, _device_of(variables))
         if len({message.epoch for message in messages}) > 1:
             raise RuntimeError(_elsewhere_message([f"epoch {int(m.epoch)}" for m in messages]))
         _check_equal(messages)
 
-    def _exchange(self, message: _Message, device: Any) -> list[_Message]:
+    def _exchange(self, message: _Message, device: torch.device | None) -> list[_Message]:
         """Send a message to all processes, and return those of all, in order of ranks."""
         here = torch.tensor(list(map(float, message)), dtype=torch.float64, device=device)
         gathered = [torch.empty_like(here) for _ in range(self.size)]
@@ -170,7 +174,7 @@ class Processes:
             )
 
     def _summed_squares(
-        self, squares: tuple[Squares, ...], number: int, shrink: float, device: Any
+        self, squares: tuple[Squares, ...], number: int, shrink: float, device: torch.device | None
     ) -> tuple[Squares, ...]:
         """Return the sums over processes, for each of `number` optimizers."""
         squares = squares or (Squares(0.0, 0.0),) * number
@@ -179,9 +183,11 @@ class Processes:
         torch.distributed.all_reduce(sums, group=self._group)
         return tuple(Squares(*row) for row in sums.tolist())
 
-    def _summed(self, variables: list[Any], gradients: list[Any]) -> list[Any]:
+    def _summed(
+        self, variables: list[keras.Variable], gradients: list[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
         """Return the sums over processes, None where no process has a gradient."""
-        summed: list[Any] = []
+        summed: list[torch.Tensor | None] = []
         for bucket in _buckets(variables):
             dtype, device = _sum_dtype(bucket[0]), raw(bucket[0]).device
             pieces = gradients[len(summed) : len(summed) + len(bucket)]
@@ -201,12 +207,12 @@ class Processes:
         return summed
 
 
-def processes_of(group: Any) -> Processes | None:
+def processes_of(group: torch.distributed.ProcessGroup | None) -> Processes | None:
     """Return the processes of a group, or None if this process trains alone."""
     return Processes(group) if group is not None and num_processes(group) > 1 else None
 
 
-def num_processes(group: Any = None) -> int:
+def num_processes(group: torch.distributed.ProcessGroup | None = None) -> int:
     """Return the size of a group, by default of the default group; 1 without any."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -214,17 +220,17 @@ def num_processes(group: Any = None) -> int:
     return int(distributed.get_world_size(group))
 
 
-def _device_of(variables: Sequence[Any]) -> Any:
+def _device_of(variables: Sequence[keras.Variable]) -> torch.device | None:
     return raw(variables[0]).device if variables else None
 
 
-def _sum_dtype(variable: Any) -> torch.dtype:
+def _sum_dtype(variable: keras.Variable) -> torch.dtype:
     """Return the dtype in which gradients of a variable are summed."""
     dtype: torch.dtype = getattr(torch, _numbers.sum_dtype(variable.dtype))
     return dtype
 
 
-def _buckets(variables: Sequence[Any]) -> Iterator[list[Any]]:
+def _buckets(variables: Sequence[keras.Variable]) -> Iterator[list[keras.Variable]]:
     """Yield lists of variables of one dtype whose gradients have about `_BUCKET` bytes."""
     sizes = (raw(variable).numel() * _sum_dtype(variable).itemsize for variable in variables)
     pairs = zip(variables, itertools.accumulate(sizes))
@@ -232,16 +238,16 @@ def _buckets(variables: Sequence[Any]) -> Iterator[list[Any]]:
         yield [variable for variable, _ in bucket]
 
 
-def _shape_of(groups: Iterable[Sequence[Any]]) -> float:
+def _shape_of(groups: Iterable[Sequence[keras.Variable]]) -> float:
     """Return a checksum of the shapes of variables, to detect different models."""
     shapes = [[tuple(v.shape) for v in variables] for variables in groups]
     return float(zlib.crc32(repr(shapes).encode()))
 
 
-def _fingerprint(variables: Sequence[Any]) -> tuple[float, float]:
+def _fingerprint(variables: Sequence[keras.Variable]) -> tuple[float, float]:
     """Return two sums over all values, which are equal if the variables are."""
-    total: Any = 0.0
-    squares: Any = 0.0
+    total: Scalar = 0.0
+    squares: Scalar = 0.0
     with torch.no_grad():
         for number, variable in enumerate(variables):
             value = raw(variable).detach().double()

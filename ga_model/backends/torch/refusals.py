@@ -14,7 +14,7 @@ from ga_model.core.messages import WITHOUT
 _TENSORFLOW = "use the TensorFlow backend (`KERAS_BACKEND=tensorflow`), which supports it"
 
 
-def check(model: Any) -> None:
+def check(model: keras.Model) -> None:
     """Raise ValueError if gradients overwrite variables, or it is unclear which processes train."""
     if overwritten := [v.path for v in model.trainable_variables if overwrites(v)]:
         raise ValueError(

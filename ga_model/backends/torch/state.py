@@ -19,7 +19,7 @@ from ga_model.core.snapshots import VariableSnapshot
 class State(VariableSnapshot):
     """The values of variables and other tensors in layers, and the state of random numbers."""
 
-    def __init__(self, model: Any, variables: Sequence[Any]) -> None:
+    def __init__(self, model: keras.Model, variables: Sequence[keras.Variable]) -> None:
         super().__init__(model, variables)
         tensors = list(map(raw, self._variables))
         self._stores = [store for layer in layers_in(model) for store in _stores_in(layer)]
@@ -28,7 +28,7 @@ class State(VariableSnapshot):
         self._values = [(t, times_written(t), t.detach().clone()) for t in unique(tensors)]
         self._random = random_state()
 
-    def differs_in(self, tensors: Iterable[Any]) -> bool:
+    def differs_in(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Return whether any of these tensors has changed."""
         known = {id(tensor): value for tensor, _, value in self._values}
         return any(not torch.equal(tensor, known[id(tensor)]) for tensor in tensors)
@@ -50,7 +50,7 @@ class State(VariableSnapshot):
 class TensorSnapshot:
     """The tensors that a layer call may write to: state variables, and tensors in attributes."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: keras.Layer) -> None:
         parts = layers_in(layer)
         modules = {id(m): m for part in parts for m in part.modules()}
         found = [(v.path, raw(v)) for part in parts for v in own_state(part)]
@@ -77,14 +77,14 @@ class TensorSnapshot:
                 tensor.detach().copy_(value)
 
 
-def _is_same(tensor: Any, value: Any) -> bool:
+def _is_same(tensor: torch.Tensor, value: torch.Tensor) -> bool:
     return bool(torch.equal(tensor.detach().nan_to_num(), value.nan_to_num()))
 
 
 class LeftGradients:
     """The gradients that steps left in `.grad`, to which the next batch adds its own."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._left = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
 
     def put_back(self) -> None:
@@ -92,7 +92,7 @@ class LeftGradients:
             parameter.grad = None if gradient is None else gradient.clone()
 
 
-def _stores_in(layer: Any) -> list[dict[str, Any]]:
+def _stores_in(layer: keras.Layer) -> list[dict[str, Any]]:
     """Return the dicts in which a layer keeps tensors that are not variables."""
     modules = [m for m in layer.modules() if m is layer or not isinstance(m, keras.layers.Layer)]
     buffers = [buffers for module in modules if (buffers := buffers_of(module))]
@@ -107,13 +107,13 @@ def _has_values(value: Any) -> bool:
 # The random state of PyTorch itself, on the CPU and on each GPU.
 
 
-def random_state() -> tuple[Any, list[Any]]:
+def random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the random states of the CPU and of each GPU."""
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return torch.get_rng_state(), on_gpus
 
 
-def set_random_state(state: tuple[Any, list[Any]]) -> None:
+def set_random_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
     """Restore what `random_state` returned."""
     torch.set_rng_state(state[0])
     if state[1]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 from keras import ops
 
+from ga_model.base._types import Nest, Tensor
 from ga_model.core.proof.windows import norm_of, rounded
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 TOTAL = 5  # samples of a trial, in parts of three and two
 KNOWN = 4 * TOTAL  # samples taken from a batch, for four trials
@@ -34,7 +38,7 @@ def agreed(trials: Sequence[Sequence[str | None]]) -> list[str | None]:
 
 
 def kinds_of(
-    run: Callable[[int, int], Sequence[Any]],
+    run: Callable[[int, int], Sequence[np.ndarray]],
     tolerance: float = 0.0,
     parts: Sequence[tuple[int, int]] = _PARTS,
 ) -> list[str | None]:
@@ -64,11 +68,12 @@ _SCALES = (1.0, 0.1, 3.0)  # of samples: a saturated function hides that it comb
 
 
 def kinds_of_call(
-    run: Callable[[list[Any], list[Any], int, int], Sequence[Any]],
-    gradients: Callable[[list[Any], list[Any], int, int], Sequence[Any]] | None,
-    fixed: Sequence[Any],
-    samples: Sequence[Any],
-    known: Sequence[Any],
+    run: Callable[[list[np.ndarray], list[np.ndarray], int, int], Sequence[np.ndarray]],
+    gradients: Callable[[list[np.ndarray], list[np.ndarray], int, int], Sequence[np.ndarray]]
+    | None,
+    fixed: Sequence[Tensor],
+    samples: Sequence[Tensor],
+    known: Sequence[np.ndarray | None],
     is_trained: Sequence[bool],
     is_half: bool = False,
 ) -> tuple[list[str | None], bool]:
@@ -124,7 +129,10 @@ def kinds_of_call(
 
 
 def _kinds_of_known(
-    run: Callable[..., Sequence[Any]], values: list[Any], arrays: list[Any], generator: Any
+    run: Callable[..., Sequence[np.ndarray]],
+    values: list[np.ndarray],
+    arrays: list[np.ndarray],
+    generator: np.random.Generator,
 ) -> list[str | None]:
     """Return kinds of outputs for samples of a batch, whose large values may amplify rounding."""
     if None not in (kinds := kinds_of(functools.partial(run, values, arrays))):
@@ -142,19 +150,23 @@ def _kinds_of_known(
     return kinds_of(functools.partial(run, values, arrays), 10 * max(roundings))
 
 
-def _scale(weight: Any) -> float:
+def _scale(weight: Tensor) -> float:
     """Return a scale of random weights that saturates no activation."""
     sizes = [size or 1 for size in weight.shape[:-1]]
     return float(np.prod(sizes)) ** -0.5 if len(weight.shape) > 1 else 0.3
 
 
-def _drawn_like(tensor: Any, shape: Any, generator: Any, scale: float | None) -> Any:
+def _drawn_like(
+    tensor: Tensor, shape: Sequence[int | None], generator: np.random.Generator, scale: float | None
+) -> np.ndarray:
     sizes = tuple(_UNKNOWN if size is None else size for size in shape)
     name = keras.backend.standardize_dtype(tensor.dtype)
     return drawn(name, sizes, generator, scale).astype(name, copy=False)
 
 
-def combines_samples(operation: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+def combines_samples(
+    operation: Callable[..., Nest], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
     """Return whether an operation of a functional model combines samples, tried on random numbers.
 
     In `args` and `kwargs`, symbolic tensors stand for arrays.
@@ -171,7 +183,7 @@ def combines_samples(operation: Callable[..., Any], args: Any, kwargs: Any) -> b
         array = arrays[id(leaf)]
         return ops.convert_to_tensor(array[begin:end] if has_samples else array, leaf.dtype)
 
-    def run(begin: int, end: int) -> list[Any]:
+    def run(begin: int, end: int) -> list[np.ndarray]:
         own, own_kwargs = keras.tree.map_structure(lambda x: part(x, begin, end), (args, kwargs))
         outputs = keras.tree.flatten(operation(*own, **own_kwargs))
         return [ops.convert_to_numpy(output) for output in outputs]
@@ -182,7 +194,9 @@ def combines_samples(operation: Callable[..., Any], args: Any, kwargs: Any) -> b
         return True
 
 
-def drawn(dtype: Any, shape: tuple[int, ...], generator: Any, scale: float | None = 1.0) -> Any:
+def drawn(
+    dtype: Any, shape: tuple[int, ...], generator: np.random.Generator, scale: float | None = 1.0
+) -> np.ndarray:
     """Return random numbers of a dtype. Integers are 0 or 1, as they may be indices.
 
     Args:
@@ -202,11 +216,11 @@ def drawn(dtype: Any, shape: tuple[int, ...], generator: Any, scale: float | Non
     return numbers
 
 
-def _tolerance_of(output: Any, tolerance: float) -> float:
+def _tolerance_of(output: np.ndarray, tolerance: float) -> float:
     return max(tolerance, HALF.get(str(output.dtype), 1e-4))
 
 
-def _folded(array: Any) -> Any:
+def _folded(array: np.ndarray) -> np.ndarray:
     """Return sums over groups of entries of a large array, or of each row if it has few.
 
     Summing is linear, so kinds stay the same, and no copy of all entries is kept.
@@ -221,10 +235,10 @@ def _folded(array: Any) -> Any:
     end = rows.shape[1] // _FOLDED * _FOLDED
     folded = rows[:, :end].reshape(len(rows), -1, _FOLDED).sum(1, "float64")
     folded[:, : rows.shape[1] - end] += rows[:, end:]
-    return folded if has_rows else folded[0]
+    return folded if has_rows else folded[0]  # type: ignore[no-any-return]
 
 
-def _kind(runs: Sequence[Any], sizes: Sequence[int], tolerance: float) -> str | None:
+def _kind(runs: Sequence[np.ndarray], sizes: Sequence[int], tolerance: float) -> str | None:
     whole, *parts = runs
     rows = [(number, *whole.shape[1:]) for number in (sum(sizes), *sizes)]
     if whole.ndim and [array.shape for array in runs] == rows:
@@ -244,7 +258,7 @@ def _kind(runs: Sequence[Any], sizes: Sequence[int], tolerance: float) -> str | 
     return "mean" if _are_close(mean, whole, tolerance) else None
 
 
-def _are_close(actual: Any, expected: Any, tolerance: float) -> bool:
+def _are_close(actual: ArrayLike, expected: np.ndarray, tolerance: float) -> bool:
     if expected.dtype == bool or np.asarray(expected).dtype.kind in "iu":
         return bool(np.array_equal(actual, expected))
     actual, expected = (np.asarray(a, "float64") for a in (actual, expected))

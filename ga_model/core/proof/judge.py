@@ -192,7 +192,7 @@ class Judge:
         """Return relative differences of variables after the update, by name."""
         runner, differences = self.runner, dict[str, float]()
 
-        def compare(place: int, value: Any, floor: float, size: float) -> None:
+        def compare(place: int, value: np.ndarray, floor: float, size: float) -> None:
             if difference := self._difference(final[place], value, floor, size):
                 name = runner.names[place]
                 differences.setdefault(name, difference)
@@ -253,7 +253,9 @@ class Judge:
         whole, rounded = (np.asarray(get(o), "float64") for o in (window.whole, window.rounded()))
         return self._factor * norm_of([rounded - whole])
 
-    def _difference(self, actual: Any, expected: Any, floor: float, size: float) -> float:
+    def _difference(
+        self, actual: np.ndarray, expected: np.ndarray, floor: float, size: float
+    ) -> float:
         """Return a relative difference, or zero if rounding explains it."""
         actual, expected = (np.asarray(value, "float64") for value in (actual, expected))
         if np.array_equal(actual, expected, equal_nan=True):  # such as a metric of constant values
@@ -351,7 +353,7 @@ def _weight(weighing: Weighing, outcome: Outcome) -> float:
     return float(np.asarray(weighing.weight(outcome.seen)))
 
 
-def _weighted_sum(shares: Sequence[float], parts: Sequence[Any]) -> Any:
+def _weighted_sum(shares: Sequence[float], parts: Sequence[np.ndarray]) -> np.ndarray:
     """Return a weighted sum, without parts of weight 0, which may be NaN."""
     pairs = [(share, np.asarray(part, "float64")) for share, part in zip(shares, parts)]
     zero = np.zeros_like(pairs[0][1])

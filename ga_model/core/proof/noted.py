@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from types import FrameType
-from typing import Any, Literal
+from typing import Literal
+
+from ga_model.base._types import Nest, Scalar
 
 
 class Draws:
@@ -16,11 +18,11 @@ class Draws:
     Args:
         rows: number of samples of the part that runs.
         total: number of samples of the trial.
-        begin: scalar, index of the part's first sample.
-        run: scalar, number of the part's run, for draws per batch.
+        begin: index of the part's first sample.
+        run: number of the part's run, for draws per batch.
     """
 
-    def __init__(self, rows: int, total: int, begin: Any, run: Any) -> None:
+    def __init__(self, rows: int, total: int, begin: Scalar, run: Scalar) -> None:
         self.rows = rows
         self.total = total
         self.begin = begin
@@ -54,17 +56,18 @@ class Noted:
     """
 
     def __init__(self, draws: Draws | None) -> None:
-        self.scalars: dict[str, Any] = {}
+        self.scalars: dict[str, Scalar] = {}
         self.of_shapes: set[str] = set()
         self.dtypes: set[str] = set()
         self._draws = draws
-        self._passed: dict[Any, tuple[int, int]] = {}  # number and count of passes of each place
+        # Number and count of passes of each place.
+        self._passed: dict[Hashable, tuple[int, int]] = {}
 
-    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def run(self, function: Callable[..., Nest], arguments: tuple[Nest, ...]) -> Nest:
         """Run a function, and record the scalars of its operations."""
         raise NotImplementedError
 
-    def note(self, operation: str, value: Any, is_of_shapes: bool = False) -> None:
+    def note(self, operation: str, value: Scalar, is_of_shapes: bool = False) -> None:
         """Record a scalar of an operation."""
         place = self._place() or len(self._passed)
         number, times = self._passed.get(place, (len(self._passed), 0))
@@ -74,7 +77,7 @@ class Noted:
         if is_of_shapes:
             self.of_shapes.add(name)
 
-    def _place(self) -> Any:
+    def _place(self) -> Hashable | None:
         """Return a key for the place in the code that runs, or None to number each operation."""
         frame: FrameType | None = sys._getframe(2)
         frames = []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 
 from ga_model.base._internals import layers_in, loss_tracker, operations_in, overwrites, own_state
@@ -16,7 +14,7 @@ _OF_WEIGHTS = ("initializer", "regularizer", "constraint")  # ends of attribute 
 _BACKENDS = ("tensorflow", "torch", "jax")
 
 
-def has_code_of_user(model: Any, backend: Backend) -> bool:
+def has_code_of_user(model: keras.Model, backend: Backend) -> bool:
     """Return whether layers or metrics of a model are the user's own, or may combine samples."""
     layers = layers_in(model)
     if _is_run_by_user(layers, backend):
@@ -27,13 +25,13 @@ def has_code_of_user(model: Any, backend: Backend) -> bool:
     return not all(counts_samples(metric) for metric in model.metrics if metric is not tracker)
 
 
-def has_own_operations(layer: Any, backend: Backend) -> bool:
+def has_own_operations(layer: keras.Layer, backend: Backend) -> bool:
     """Return whether a call of a layer may run more than Keras's own layers."""
     parts = layers_in(layer)
     return _is_run_by_user(parts, backend) or any(map(operations_in, parts))
 
 
-def has_own_gradients(layer: Any, backend: Backend) -> bool:
+def has_own_gradients(layer: keras.Layer, backend: Backend) -> bool:
     """Return whether a call of a layer may have custom gradients."""
     parts = layers_in(layer)
     operations = [operation for part in parts for operation, *_ in operations_in(part)]
@@ -44,12 +42,12 @@ def has_own_gradients(layer: Any, backend: Backend) -> bool:
     )
 
 
-def _is_run_by_user(layers: list[Any], backend: Backend) -> bool:
+def _is_run_by_user(layers: list[keras.Layer], backend: Backend) -> bool:
     """Return whether calls of these layers run user code."""
     return backend.has_hooks() or any(map(_is_of_user, layers))
 
 
-def _is_of_user(layer: Any) -> bool:
+def _is_of_user(layer: keras.Layer) -> bool:
     module = type(layer).__module__
     holds_code = isinstance(layer, (keras.layers.Lambda, keras.layers.TorchModuleWrapper))
     is_of_keras = module.startswith("keras.") and not holds_code
@@ -62,7 +60,7 @@ def _is_of_user(layer: Any) -> bool:
     return not is_known_layer or is_along_samples or is_stateful or _has_function_of_user(layer)
 
 
-def _has_function_of_user(layer: Any) -> bool:
+def _has_function_of_user(layer: keras.Layer) -> bool:
     """Return whether a Keras layer calls other code, such as the user's own activation.
 
     Initializers, regularizers and constraints see no samples. Backend functions are tried alone.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -15,6 +15,7 @@ from ga_model.base import _numbers
 from ga_model.base._identity import is_in, unique
 from ga_model.base._internals import copy_of, counter_of, ids_of_seeds, layers_in
 from ga_model.base._method_patch import without_training
+from ga_model.base._types import Nest, Scalar, Tensor
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS
 from ga_model.core.batch import part_of
@@ -41,7 +42,7 @@ class Step(NamedTuple):
         is_one: whether a window is one microbatch, so that only its update can differ.
     """
 
-    model: Any
+    model: keras.Model
     backend: Backend
     is_own: bool
     is_split: bool
@@ -53,7 +54,7 @@ class StepRunner:
 
     Args:
         step: the step.
-        data: samples of the trial, a nest of arrays.
+        data: samples of the trial, as arrays.
         is_folded: whether the weight of a part is folded into its loss, as in Keras's step.
         kinds: reductions of the user's own losses.
         put_back: restores the Python state (everything that is not in a variable).
@@ -77,7 +78,7 @@ class StepRunner:
     """
 
     def __init__(
-        self, step: Step, data: Any, is_folded: bool, kinds: Kinds, put_back: Callable[[], None]
+        self, step: Step, data: Nest, is_folded: bool, kinds: Kinds, put_back: Callable[[], None]
     ) -> None:
         model, backend = self._model, self._backend = step[:2]
         self._data = data
@@ -127,10 +128,12 @@ class StepRunner:
         """The relative rounding of one operation, in the lowest precision seen so far."""
         return max([self.epsilon, *(_ROUNDING[d] for d in self._dtypes if d in _ROUNDING)])
 
-    def _values(self) -> list[Any]:
+    def _values(self) -> list[Tensor]:
         return [copy_of(variable) for variable in self._variables]
 
-    def run(self, begin: int, end: int, values: list[Any], whole: Outcome | None = None) -> Outcome:
+    def run(
+        self, begin: int, end: int, values: list[np.ndarray], whole: Outcome | None = None
+    ) -> Outcome:
         """Run the step on the samples from `begin` up to `end`, from values of all variables.
 
         Args:
@@ -138,7 +141,7 @@ class StepRunner:
                 update; or None if these are all.
         """
         rows = total = end - begin
-        totals: list[Any] = []
+        totals: list[np.ndarray] = []
         moves_by, number = MOVES_BY, 0
         if whole is not None:
             total, moves_by = whole.seen.rows, 0.0
@@ -181,13 +184,13 @@ class StepRunner:
         self,
         rows: int,
         total: int,
-        values: list[Any],
-        data: Any,
-        totals: list[Any],
-        moves_by: Any,
-        begin: Any,
-        number: Any,
-    ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        values: list[Tensor],
+        data: Nest,
+        totals: list[Scalar],
+        moves_by: Scalar,
+        begin: Scalar,
+        number: Scalar,
+    ) -> tuple[Nest, dict[str, Scalar], dict[str, Nest]]:
         for variable, value in zip(self._variables, values):
             variable.assign(value)
         step = functools.partial(self._step, rows, total)
@@ -199,8 +202,14 @@ class StepRunner:
         return numbers, noted.scalars, {**fields, "values": self._values()}
 
     def _step(
-        self, rows: int, total: int, data: Any, totals: list[Any], moves_by: Any, begin: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self,
+        rows: int,
+        total: int,
+        data: Nest,
+        totals: list[Scalar],
+        moves_by: Scalar,
+        begin: Scalar,
+    ) -> tuple[tuple[Nest, ...], dict[str, Nest]]:
         """Return the numbers that an outcome is computed from, and fields of it."""
         model, backend = self._model, self._backend
         is_part, whole = rows < total, None

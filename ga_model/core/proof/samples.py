@@ -10,10 +10,11 @@ import keras
 import numpy as np
 from keras import ops
 
+from ga_model.base._types import Nest, Tensor
 from ga_model.core.batch import num_rows, part_of
 
 
-def samples_for_trial(data: Any, number: int) -> Iterator[Any]:
+def samples_for_trial(data: Nest, number: int) -> Iterator[Nest]:
     """Yield `number` samples of a batch, as arrays. Altered copies fill up a smaller batch.
 
     The largest target comes first, also with another input, because a loss may be divided by
@@ -48,7 +49,9 @@ def samples_for_trial(data: Any, number: int) -> Iterator[Any]:
         yield _samples(data, all_places[is_finite], number)
 
 
-def _samples(data: Any, places: Any, number: int, preferred: Sequence[int] = ()) -> Any:
+def _samples(
+    data: Nest, places: np.ndarray, number: int, preferred: Sequence[int] | np.ndarray = ()
+) -> Nest:
     """Return `number` of the samples at these indices.
 
     Args:
@@ -83,12 +86,12 @@ def _uneven(weights: Any) -> Any:
     return (weights * shares).astype(weights.dtype)
 
 
-def _repeated(leaf: Any, times: int) -> Any:
+def _repeated(leaf: Tensor | None, times: int) -> Tensor | None:
     has_rows = leaf is not None and len(leaf.shape) > 0
     return ops.concatenate([leaf] * times) if has_rows and times > 1 else leaf
 
 
-def _are_finite(data: Any, rows: int) -> Any:
+def _are_finite(data: Nest, rows: int) -> np.ndarray:
     """Return a boolean mask of the samples whose values are all finite."""
     is_finite = np.ones(rows, bool)
     for array in keras.tree.flatten(data):
@@ -98,14 +101,14 @@ def _are_finite(data: Any, rows: int) -> Any:
     return is_finite
 
 
-def _largest_rows(data: Any, places: Any) -> list[tuple[Any, int]]:
+def _largest_rows(data: Nest, places: np.ndarray) -> list[tuple[np.ndarray, int]]:
     """Return pairs of an array and the number of its row with the largest sum among `places`.
 
     If values are missing (not finite), it is the row with most values. Arrays of whole numbers,
     such as labels and masks, come first, and targets before inputs.
     """
-    of_wholes: list[tuple[Any, int]] = []
-    others: list[tuple[Any, int]] = []
+    of_wholes: list[tuple[np.ndarray, int]] = []
+    others: list[tuple[np.ndarray, int]] = []
     for array in reversed(keras.tree.flatten(data)):
         is_array = isinstance(array, np.ndarray) and array.ndim > 0 and len(array) > places[-1]
         if is_array and array.dtype.kind not in "USO":
@@ -119,7 +122,7 @@ def _largest_rows(data: Any, places: Any) -> list[tuple[Any, int]]:
     return of_wholes + others
 
 
-def _altered(array: Any, number: int, generator: Any) -> Any:
+def _altered(array: np.ndarray, number: int, generator: np.random.Generator) -> np.ndarray:
     """Return the samples of an array, followed by altered copies.
 
     Exact copies would hide how a sample depends on the others.

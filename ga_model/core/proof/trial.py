@@ -13,6 +13,7 @@ import numpy as np
 from keras import ops
 
 from ga_model.base._internals import forgetting_losses
+from ga_model.base._types import Nest, Tensor
 from ga_model.core.backend import Backend
 from ga_model.core.batch import num_rows
 from ga_model.core.losses import Kinds
@@ -44,7 +45,7 @@ class NothingSeenError(ValueError):
 
 
 def of_step(
-    step: Step, data: Any, rows: int, assumed: Weighing | None = None
+    step: Step, data: Nest, rows: int, assumed: Weighing | None = None
 ) -> tuple[Verdict, Exception | None]:
     """Try the step of a model on samples of a batch, and restore the model.
 
@@ -93,7 +94,7 @@ def of_step(
     return verdict, error
 
 
-def still_holds(step: Step, data: Any, known: Verdict) -> bool:
+def still_holds(step: Step, data: Nest, known: Verdict) -> bool:
     """Try one window of a step again, and return whether an earlier verdict still holds."""
     cuts: Cuts = ((7,),) if step.is_one else ((4, 3),)
     with _trying(step) as put_back:
@@ -108,7 +109,7 @@ def still_holds(step: Step, data: Any, known: Verdict) -> bool:
         return is_known and runner.written <= set(known.written)
 
 
-def of_microbatches(step: Step, held: Sequence[Any]) -> tuple[Verdict, Exception | None]:
+def of_microbatches(step: Step, held: Sequence[Nest]) -> tuple[Verdict, Exception | None]:
     """Try a step on samples of several microbatches, the first of which showed something new.
 
     Args:
@@ -123,12 +124,12 @@ def of_microbatches(step: Step, held: Sequence[Any]) -> tuple[Verdict, Exception
     return _of_samples(step, data, cuts)
 
 
-def _shapes(data: Any) -> Any:
+def _shapes(data: Nest) -> Any:
     """Return the nest of the shapes of samples."""
     return keras.tree.map_structure(lambda leaf: tuple(getattr(leaf, "shape", ()))[1:], data)
 
 
-def _joined(*leaves: Any) -> Any:
+def _joined(*leaves: Tensor | None) -> Tensor | None:
     if leaves[0] is None or not ops.shape(leaves[0]):
         return leaves[0]
     return np.concatenate([ops.convert_to_numpy(leaf) for leaf in leaves])
@@ -151,7 +152,7 @@ def _trying(step: Step) -> Iterator[Callable[[], None]]:
 
 
 def _of_samples(
-    step: Step, samples: Any, cuts: Cuts, assumed: Weighing | None = None
+    step: Step, samples: Nest, cuts: Cuts, assumed: Weighing | None = None
 ) -> tuple[Verdict, Exception | None]:
     """Try the step of a model on these samples."""
     kinds, is_folded = Kinds(), not step.is_own

@@ -5,14 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from math import inf
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ga_model.base import _numbers
+from ga_model.base._types import Scalar
 from ga_model.core.losses import Kinds
 from ga_model.core.proof.noted import site_of
 from ga_model.core.proof.weighing import Seen, Watched, Weighing
+
+if TYPE_CHECKING:
+    import keras
 
 WATCHED = 1e-5  # relative tolerance for watched scalars
 LAST = Weighing("last")  # the last microbatch has the number of the full batch
@@ -96,14 +100,14 @@ class Verdict(NamedTuple):
         )
         return sites == known_sites and set(self.needed_scalars) <= set(seen.scalars)
 
-    def news_in(self, seen: Seen, written: Sequence[Any]) -> Any:
+    def news_in(self, seen: Seen, written: Sequence[keras.Variable]) -> Scalar:
         """Return whether a microbatch shows something that the trial did not: a bool or a scalar.
 
         Args:
             seen: scalars of the microbatch.
             written: variables that its step wrote to.
         """
-        news: Any = not {variable.path for variable in written} <= set(self.written)
+        news: Scalar = not {variable.path for variable in written} <= set(self.written)
         pairs = zip(sorted(seen.scalars), self.scalars)
         same = {name for name, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)}
         weight = self.weighing.weight(seen) if self.weighing.source in (*same, "samples") else None

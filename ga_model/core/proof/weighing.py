@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import isclose
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from ga_model.base._types import Scalar
 
 
 class Seen(NamedTuple):
     """What a microbatch shows about its weight.
 
     Attributes:
-        rows: number of samples; a scalar tensor in a graph for any number.
+        rows: number of samples; a tensor in a graph for any number.
         scalars: scalars that its step divides by, bounds or branches on, by name.
-        of_loss: scalar, denominator of the compiled losses; None for a sum, or if it is unknown.
+        of_loss: denominator of the compiled losses; None for a sum, or if it is unknown.
     """
 
-    rows: Any
-    scalars: dict[str, Any]
-    of_loss: Any = None
+    rows: Scalar
+    scalars: dict[str, Scalar]
+    of_loss: Scalar = None
 
 
 class Watched(NamedTuple):
@@ -66,8 +68,8 @@ class Weighing(NamedTuple):
             for other in others
         )
 
-    def weight(self, seen: Seen) -> Any:
-        """Return the weight of a microbatch: a number or a scalar tensor."""
+    def weight(self, seen: Seen) -> Scalar:
+        """Return the weight of a microbatch."""
         if self.source in ("samples", "sum"):
             return 1.0 * seen.rows if self.source == "samples" else 1.0
         weight = seen.of_loss if self.source == "loss" else seen.scalars[self.source]

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ga_model.base._types import Gradient, Scalar
 from ga_model.core.proof.weighing import Seen, Weighing
 
 if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
     from ga_model.core.proof.runner import StepRunner
 
 MOVES_BY = 0.03  # the surrogate update moves weights by this fraction of their norm
@@ -52,19 +55,19 @@ class Outcome(NamedTuple):
         unfolded: `numbers`, `logs` and `seen` for a step without a weight folded into its loss.
     """
 
-    gradients: list[Any]
+    gradients: list[Gradient]
     places: list[int]
     rates: list[float]
     counters: list[int]
-    values: list[Any]
-    numbers: list[Any]
-    logs: dict[str, Any]
+    values: list[np.ndarray]
+    numbers: list[np.ndarray | None]
+    logs: dict[str, np.ndarray]
     seen: Seen
-    compiled: dict[str, Any]
-    added: list[Any]
-    at_updates: dict[int, Any]
-    terms: list[Any]
-    unfolded: tuple[list[Any], dict[str, Any], Seen]
+    compiled: dict[str, np.ndarray]
+    added: list[np.ndarray]
+    at_updates: dict[int, np.ndarray]
+    terms: list[np.ndarray]
+    unfolded: tuple[list[np.ndarray | None], dict[str, np.ndarray], Seen]
 
     def as_unfolded(self) -> Outcome:
         """Return the outcome without a weight folded into the loss; gradients must not differ."""
@@ -83,7 +86,7 @@ class Window(NamedTuple):
             much as `whole`, so it is called only if `parts` differ by more than a few roundings.
     """
 
-    values: list[Any]
+    values: list[np.ndarray]
     whole: Outcome
     parts: list[Outcome]
     rounded: Callable[[], Outcome]
@@ -153,11 +156,11 @@ class _Start(NamedTuple):
     noise: float
     seed: int
     sizes: tuple[int, ...]
-    scales: list[Any]
+    scales: list[np.ndarray]
     chosen: _Entries
     whole: Outcome
 
-    def values(self, runner: StepRunner) -> list[Any]:
+    def values(self, runner: StepRunner) -> list[np.ndarray]:
         """Compute the values of all variables, which are not kept to save memory."""
         values = _perturbed(runner, self.noise, self.seed)
         for place, scale in zip(runner.scales, self.scales):
@@ -165,7 +168,9 @@ class _Start(NamedTuple):
         return values
 
 
-def _in_parts(runner: StepRunner, start: _Start, values: list[Any] | None = None) -> Window | None:
+def _in_parts(
+    runner: StepRunner, start: _Start, values: list[np.ndarray] | None = None
+) -> Window | None:
     """Run a window in parts.
 
     Args:
@@ -206,7 +211,7 @@ class _Entries:
     def __init__(self, outcome: Outcome) -> None:
         generator = np.random.default_rng(0)
         by_place = dict(zip(outcome.places, outcome.gradients))
-        self._chosen: dict[int, Any] = {}  # indices in flat arrays, by those of variables
+        self._chosen: dict[int, np.ndarray] = {}  # indices in flat arrays, by those of variables
         for place, value in enumerate(outcome.values):
             if (size := np.asarray(value).size) <= _MANY:
                 continue
@@ -219,7 +224,7 @@ class _Entries:
             is_chosen[chosen] = True
             self._chosen[place] = np.flatnonzero(is_chosen)
 
-    def values(self, values: Sequence[Any]) -> list[Any]:
+    def values(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the chosen entries of the values of all variables. An empty list stays empty."""
         return [self._part(place, value) for place, value in enumerate(values)]
 
@@ -229,18 +234,18 @@ class _Entries:
         gradients = [None if g is None else self._part(place, g) for place, g in pairs]
         return outcome._replace(gradients=gradients, values=self.values(outcome.values))
 
-    def _part(self, place: int, array: Any) -> Any:
+    def _part(self, place: int, array: np.ndarray) -> np.ndarray:
         chosen = self._chosen.get(place)
         return array if chosen is None else np.asarray(array).ravel()[chosen]
 
 
-def _from_start(runner: StepRunner, total: int, values: list[Any]) -> Outcome:
+def _from_start(runner: StepRunner, total: int, values: list[np.ndarray]) -> Outcome:
     """Run the step on the samples of a window at once."""
     runner.put_back()
     return runner.run(0, total, values)
 
 
-def _run_until_finite(runner: StepRunner, total: int, values: list[Any]) -> Outcome | None:
+def _run_until_finite(runner: StepRunner, total: int, values: list[np.ndarray]) -> Outcome | None:
     """Run the step on all samples, with smaller loss scales in `values` while it overflows."""
     for factor in _SCALES if runner.scales else _SCALES[:1]:
         for place in runner.scales:
@@ -257,17 +262,17 @@ def _overflows(outcomes: Sequence[Outcome]) -> bool:
     return not all((np.abs(gradient) < _INFINITE).all() for gradient in gradients)
 
 
-def norm_of(arrays: Sequence[Any]) -> float:
+def norm_of(arrays: Sequence[ArrayLike]) -> float:
     """Return the Euclidean norm of all numbers in arrays."""
     # `np.linalg.norm` is avoided: its threads wait for those of PyTorch.
     return float(sum(np.sum(np.square(np.asarray(a, "float64"))) for a in arrays) ** 0.5)
 
 
-def _number(value: Any) -> float:
+def _number(value: Scalar) -> float:
     return float(np.asarray(value))
 
 
-def _perturbed(runner: StepRunner, noise: float, seed: int) -> list[Any]:
+def _perturbed(runner: StepRunner, noise: float, seed: int) -> list[np.ndarray]:
     """Return values of all variables with noise, also on weights that are zero."""
     if not noise:
         return list(runner.start)
@@ -288,14 +293,14 @@ def _perturbed(runner: StepRunner, noise: float, seed: int) -> list[Any]:
     return values
 
 
-def _rounded(runner: StepRunner, values: list[Any]) -> list[Any]:
+def _rounded(runner: StepRunner, values: list[np.ndarray]) -> list[np.ndarray]:
     generator, moved = np.random.default_rng(1), list(values)
     for place in runner.trained:
         moved[place] = rounded(np.asarray(values[place]), runner.rounding, generator)
     return moved
 
 
-def rounded(value: Any, rounding: float, generator: Any) -> Any:
+def rounded(value: np.ndarray, rounding: float, generator: np.random.Generator) -> np.ndarray:
     """Return an array with a relative rounding error of random sign in each entry."""
     signs = generator.choice([-1.0, 1.0], value.shape)
     return (value.astype("float64") * (1 + rounding * signs)).astype(value.dtype)
