@@ -14,6 +14,7 @@ from ga_model.base import _validate
 from ga_model.base._internals import num_updates
 from ga_model.base._internals_jax import put_values_back
 from ga_model.base._names import check_fit
+from ga_model.base._types import Scalar
 from ga_model.core.models import optimizers_in
 
 
@@ -25,36 +26,38 @@ class CloseWindow(keras.callbacks.Callback):
     After updates, it calls `on_update_end` of the callbacks in `listeners`.
     """
 
-    def __init__(self, model: Any, listeners: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, model: keras.Model, listeners: Sequence[keras.callbacks.Callback] = ()
+    ) -> None:
         super().__init__()
         self._accumulating = model
         self._listeners = listeners
         self._num_updates = 0  # as last reported to listeners
         self.has_begun = False
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, Scalar] | None = None) -> None:
         self._accumulating._accumulation.discard_window()
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Scalar] | None = None) -> None:
         # The first epoch may not be 0: `BackupAndRestore` resumes at a later one.
         backend = self._accumulating._accumulation.backend
         backend.begin_epoch(epoch, is_first=not self.has_begun)
         self.has_begun = True
         self._num_updates = count_updates(self._accumulating)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: dict[str, Scalar] | None = None) -> None:
         self._accumulating._accumulation.backend.finish_fit()
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: dict[str, Scalar] | None = None) -> None:
         self._accumulating.close_window()
         self.notify_listeners(logs)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Scalar] | None = None) -> None:
         self._accumulating._accumulation.warn_of_no_effect()
         self._accumulating.close_window()
         self.notify_listeners(logs)
 
-    def notify_listeners(self, logs: Any) -> None:
+    def notify_listeners(self, logs: dict[str, Scalar] | None) -> None:
         """Call `on_update_end` of the listeners if there was an update since the last call."""
         if self._listeners and (number := count_updates(self._accumulating)) != self._num_updates:
             self._num_updates = number
@@ -65,11 +68,11 @@ class CloseWindow(keras.callbacks.Callback):
 class _NotifyListeners(CloseWindow):
     """`CloseWindow` for listeners. If a callback defines this hook, Keras waits for each batch."""
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict[str, Scalar] | None = None) -> None:
         self.notify_listeners(logs)
 
 
-def count_updates(model: Any) -> int:
+def count_updates(model: keras.Model) -> int:
     """Return the number of updates so far; with several optimizers, the largest of theirs."""
     put_values_back(model)
     optimizers = model._accumulation.backend.optimizers()
@@ -77,7 +80,9 @@ def count_updates(model: Any) -> int:
     return max((int(n.numpy() if hasattr(n, "numpy") else n) for n in numbers), default=0)
 
 
-def run_fit(model: Any, fit: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def run_fit(
+    model: keras.Model, fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run the `fit` of the model's class with a callback that closes windows.
 
     Raises:
@@ -110,7 +115,9 @@ def run_fit(model: Any, fit: Callable[..., Any], args: Any, kwargs: dict[str, An
 
 
 @contextlib.contextmanager
-def closing_windows(model: Any, callbacks: Any, is_verbose: bool) -> Iterator[Any]:
+def closing_windows(
+    model: keras.Model, callbacks: Any, is_verbose: bool
+) -> Iterator[keras.callbacks.CallbackList | list[keras.callbacks.Callback]]:
     """Yield the `callbacks` argument of `fit`, of any type, with a `CloseWindow` in front.
 
     Afterwards, remove it from a `CallbackList`. If `fit` fails or is interrupted, discard the open
@@ -196,22 +203,22 @@ class AccumulationScheduler(keras.callbacks.Callback):
         by = "update" if self._by_update else "epoch"
         return f"AccumulationScheduler({self._schedule!r}, by={by!r}, log={self._log})"
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         _validate.check_accumulates("AccumulationScheduler", model)
         _validate.check_single_accumulation(optimizers_in(vars(model)), self._max_steps)
         super().set_model(model)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Scalar] | None = None) -> None:
         self._num_updates = None
         if not self._by_update:
             self.model.accumulation_steps = self._steps_at(epoch)
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Scalar] | None = None) -> None:
         if self._by_update and (number := count_updates(self.model)) != self._num_updates:
             self._num_updates = number
             self.model.accumulation_steps = self._steps_at(number)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Scalar] | None = None) -> None:
         if self._log and logs is not None:
             logs["accumulation_steps"] = self.model.accumulation_steps
             logs["num_updates"] = count_updates(self.model)

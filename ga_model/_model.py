@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -16,6 +16,7 @@ from ga_model._model_settings import ModelSettings
 from ga_model._settings import NAMES, UNCHANGED, Settings, passed
 from ga_model.base._method_patch import MethodPatch
 from ga_model.base._names import check_names_for, showing, showing_only
+from ga_model.base._types import Nest, Scalar, Tensor
 from ga_model.core.driver import Driver
 from ga_model.core.models import optimizers_in
 
@@ -42,7 +43,7 @@ def _accumulated(train_step: Callable[..., Any]) -> Callable[..., Any]:
     train_step = getattr(train_step, "python_function", train_step)  # unwrap a `tf.function`
 
     @functools.wraps(train_step)
-    def accumulated(self: Any, *args: Any) -> Any:
+    def accumulated(self: AccumulatingModel, *args: Any) -> Any:
         return self._accumulation.run_step(functools.partial(train_step, self), *args)
 
     return accumulated
@@ -102,8 +103,8 @@ class AccumulatingModel(ModelSettings, _Base):
     ```
     """
 
-    train_function: Any
-    optimizer: Any
+    train_function: Callable[..., Any] | None
+    optimizer: keras.optimizers.Optimizer
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -212,7 +213,9 @@ class AccumulatingModel(ModelSettings, _Base):
         """
         self._accumulation.close_window()
 
-    def microbatch_weight(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
+    def microbatch_weight(
+        self, x: Nest, y: Nest = None, sample_weight: Nest = None
+    ) -> Scalar | str | None:
         """Return the weight of a microbatch in its window's mean. Override it to set your own.
 
         By default it returns None, and the weight is the denominator of the compiled loss: the
@@ -256,12 +259,12 @@ class AccumulatingModel(ModelSettings, _Base):
     # Called by Keras.
 
     @showing_only(keras.Model.fit)
-    def fit(self, *args: Any, **kwargs: Any) -> Any:
+    def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         """Train as `keras.Model.fit` does. The last window of each epoch makes an update."""
         return run_fit(self, super().fit, args, kwargs)
 
     @showing_only(keras.Model.train_on_batch)
-    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Nest:
         """Train on one batch as `keras.Model.train_on_batch` does.
 
         Metrics are reset at the start of a window, and cover its batches so far.
@@ -272,19 +275,19 @@ class AccumulatingModel(ModelSettings, _Base):
         return logs
 
     @_accumulated
-    def train_step(self, *args: Any) -> Any:
+    def train_step(self, *args: Any) -> Nest:
         """Run the model class's own `train_step` on one batch, as a microbatch of the window.
 
         Args:
             *args: the batch; on JAX, the values of all variables and the batch.
         """
-        train_step: Any = super().train_step
+        train_step: Callable[..., Any] = super().train_step
         is_keras_own = getattr(train_step, "__func__", None) is keras.Model.train_step
         if is_keras_own and self.trainable_weights and self.optimizer is None:
             raise RuntimeError(_no_optimizer_message(self.name))
         return getattr(train_step, "python_function", train_step)(*args)  # unwrap a `tf.function`
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: MutableMapping[str, Tensor]) -> None:
         """Save as `keras.Model.save_own_variables` does, and warn if a window is open."""
         self._accumulation.warn_of_saving()
         super().save_own_variables(store)
@@ -313,7 +316,7 @@ class AccumulatingModel(ModelSettings, _Base):
     # For the package.
 
     @property
-    def _on_update(self) -> Callable[[], Any] | None:
+    def _on_update(self) -> Callable[[], None] | None:
         """The `on_update` that the user defined, or None."""
         return None if type(self).on_update is AccumulatingModel.on_update else self.on_update
 
@@ -338,7 +341,7 @@ def _wrong_side_message(name: str) -> str:
     )
 
 
-def _class_attribute_message(name: str, setting: str, value: Any) -> str:
+def _class_attribute_message(name: str, setting: str, value: object) -> str:
     return (
         f"`{setting}` is a setting of each model and cannot be a class attribute. "
         f"Received: class {name} with {setting}={value!r}. "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import keras
 
@@ -134,7 +133,7 @@ class ModelSettings:
         """Warn, unless the same warning was given since `compile`."""
         self._accumulation.warn_once(message)
 
-    def _batch_normalization_layers(self) -> list[Any]:
+    def _batch_normalization_layers(self) -> list[keras.layers.BatchNormalization]:
         """Return the trainable BatchNormalization layers."""
         return [
             layer

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 
 from ga_model.base import _validate
+from ga_model.base._types import Scalar
 from ga_model.core.noise import Averages, GradientNoise
 
 _LOG = "gradient_noise_scale"
@@ -152,11 +153,11 @@ class GradientNoiseScale(keras.callbacks.Callback):
         self._noise: GradientNoise | None = None
         self._noise_scales: dict[str, NoiseScale] = {}
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         _validate.check_accumulates("GradientNoiseScale", model)
         super().set_model(model)
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, Scalar] | None = None) -> None:
         model = self.model
         is_split = model.microbatch_size is not None and not model._accumulation.takes_full_batch()
         if not (model.accumulation_steps > 1 or is_split or model._accumulation.is_scheduled):
@@ -176,7 +177,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         noise.start(self, self._decay)
         self._noise = noise
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Scalar] | None = None) -> None:
         scales = self.noise_scales
         is_measured = any(scale.averages.num_windows for scale in scales.values())
         if not (is_measured or self.model._accumulation.is_scheduled):
@@ -188,7 +189,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         else:
             logs.update({f"{_LOG}_{name}": s.noise_scale for name, s in scales.items()})
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: dict[str, Scalar] | None = None) -> None:
         self._noise_scales = self.noise_scales
         if self._noise is not None:
             self._noise.stop()
@@ -244,7 +245,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         return next(iter(scales.values()), empty)
 
 
-def _name_of(optimizer: Any, model: Any) -> str:
+def _name_of(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> str:
     """Return the name of the model's attribute that holds an optimizer, or the optimizer's name."""
     names = (name for name, value in vars(model).items() if value is optimizer)
     return next(names, str(optimizer.name))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ga_model.base import _validate
+
+if TYPE_CHECKING:
+    import keras
 
 
 class _Unchanged:
@@ -45,11 +48,13 @@ class Settings:
         vars(self).update(accumulation_steps=steps, microbatch_size=size, loss_over=loss_over)
 
     @classmethod
-    def of(cls, model: Any) -> Settings:
+    def of(cls, model: keras.Model) -> Settings:
         """Return the current settings of a model: the defaults if it is a plain Keras model."""
         return cls(**{name: getattr(model, name) for name in NAMES if hasattr(model, name)})
 
-    def check_with(self, optimizers: Iterable[Any], adds_scaling: bool = False) -> None:
+    def check_with(
+        self, optimizers: Iterable[keras.optimizers.Optimizer], adds_scaling: bool = False
+    ) -> None:
         """Raise ValueError if the settings cannot be used with the optimizers.
 
         With `adds_scaling`, Keras will wrap the optimizer in a LossScaleOptimizer.

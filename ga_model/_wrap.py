@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, cast
 
 import keras
@@ -95,13 +95,13 @@ class _Wrapped(AccumulatingModel):
     def __dir__(self) -> list[str]:
         return sorted({*dir(type(self)), *vars(self)})  # the default lists names of `__class__`
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., keras.Model], tuple[Any, ...]]:
         _, arguments = super().__reduce__()
         return unpickling(self.__class__), arguments
 
 
 @functools.cache
-def _wrapped_class(original: Any) -> type:
+def _wrapped_class(original: type[keras.Model]) -> type:
     return type(
         original.__name__,
         (_Wrapped, original),

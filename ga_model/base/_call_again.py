@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ga_model.base._context import ThreadValue
 from ga_model.base._internals import layers_in, unwrapped
+
+if TYPE_CHECKING:
+    import keras
 
 # Whether this thread is inside a call that is split. Calls inside it are not split again.
 inside_of_call = ThreadValue(False)
@@ -23,14 +26,14 @@ class Attributes:
     With `has_arrays`, it includes the values of NumPy arrays.
     """
 
-    def __init__(self, parts: Iterable[Any], has_arrays: bool = False) -> None:
+    def __init__(self, parts: Iterable[object], has_arrays: bool = False) -> None:
         self._attributes = [(part, dict(vars(part))) for part in parts]
         present = [vars(part).values() for part, _ in self._attributes if has_arrays]
         leaves = {id(leaf): leaf for values in present for leaf in leaves_in(values)}
         arrays = [leaf for leaf in leaves.values() if isinstance(leaf, np.ndarray)]
         self._arrays = [(array, array.copy()) for array in arrays if array.flags.writeable]
-        self._empty: list[Any] = []  # empty containers, as most in Keras's layers are
-        contents: dict[int, tuple[Any, Any]] = {}
+        self._empty: list[Collection[Any]] = []  # empty containers, as most in Keras's layers are
+        contents: dict[int, tuple[Collection[Any], Collection[Any]]] = {}
         for _, attributes in self._attributes:
             _collect_contents(attributes.values(), contents, self._empty)
         self._contents = list(contents.values())
@@ -55,13 +58,15 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 @functools.lru_cache(maxsize=256)
-def _is_container(kind: Any) -> bool:
+def _is_container(kind: type) -> bool:
     """Return whether the `__class__` of a value, which may be a proxy, is a container's."""
     return issubclass(kind, _CONTAINERS)
 
 
 def _collect_contents(
-    values: Iterable[Any], contents: dict[int, tuple[Any, Any]], empty: list[Any]
+    values: Iterable[Any],
+    contents: dict[int, tuple[Collection[Any], Collection[Any]]],
+    empty: list[Collection[Any]],
 ) -> None:
     """Collect the containers in values, nested ones too, with copies of their contents.
 
@@ -78,7 +83,7 @@ def _collect_contents(
             _collect_contents(_parts_of(value), contents, empty)
 
 
-def _parts_of(container: Any) -> Any:
+def _parts_of(container: Collection[Any]) -> Collection[Any]:
     return container.values() if isinstance(container, dict) else container
 
 
@@ -95,7 +100,7 @@ def leaves_in(values: Iterable[Any]) -> list[Any]:
     return leaves
 
 
-def _fill(value: Any, content: Any) -> None:
+def _fill(value: Collection[Any], content: Collection[Any]) -> None:
     """Set the contents of a container by the methods of its builtin type, which Keras overrides."""
     kind: Any = next(kind for kind in _CONTAINERS if isinstance(value, kind))
     kind.clear(value)
@@ -107,7 +112,9 @@ class PythonState(Attributes):
     `random` and `numpy.random`. Values of variables are not included.
     """
 
-    def __init__(self, layer: Any, others: Iterable[Any] = (), has_arrays: bool = False) -> None:
+    def __init__(
+        self, layer: keras.Layer, others: Iterable[object] = (), has_arrays: bool = False
+    ) -> None:
         super().__init__([*layers_in(layer), *others], has_arrays)
         self._random = random.getstate(), np.random.get_state()
 
@@ -131,5 +138,5 @@ class PythonState(Attributes):
                     yield part, name, value
 
 
-def _ids_in(container: Any) -> list[int]:
+def _ids_in(container: Collection[Any]) -> list[int]:
     return list(map(id, _parts_of(container)))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def is_in(value: Any, others: Iterable[Any]) -> bool:
+def is_in(value: object, others: Iterable[object]) -> bool:
     """Return whether an object is one of the others."""
     return any(value is other for other in others)
 

@@ -36,30 +36,34 @@ from keras.src.losses.loss import (
     unscale_loss_for_distribution,
 )
 
+from ga_model.base._types import Nest, Scalar, Tensor
+
 # The name of the `global_seed` in Keras; only newer releases have a constant for it.
 _GLOBAL_SEED = "global_seed_generator"
 
 # Layers.
 
 
-def layers_in(layer: Any, include_self: bool = True) -> list[Any]:
+def layers_in(layer: keras.Layer, include_self: bool = True) -> list[keras.Layer]:
     """Return the layers in a layer, at any depth. A layer precedes its sublayers."""
     return list(layer._flatten_layers(include_self=include_self))
 
 
-def operations_in(layer: Any) -> list[tuple[Any, Any, Any]]:
+def operations_in(
+    layer: keras.Layer,
+) -> list[tuple[keras.Operation, tuple[Any, ...], dict[str, Any]]]:
     """Return the non-layer operations of a functional model, with symbolic args and kwargs."""
     operations = [o for o in getattr(layer, "operations", []) if not isinstance(o, keras.Layer)]
     nodes = [(operation, operation._inbound_nodes[0].arguments) for operation in operations]
     return [(operation, node.args, node.kwargs) for operation, node in nodes]
 
 
-def takes_training(layer: Any) -> bool:
+def takes_training(layer: keras.Layer) -> bool:
     """Return whether a layer's `call` has an argument `training`."""
     return bool(layer._call_has_training_arg)
 
 
-def training_of_call(layer: Any) -> Any:
+def training_of_call(layer: keras.Layer) -> Scalar | None:
     """Return the `training` argument of the current call, or None if it is unknown."""
     context = layer._get_call_context()
     if hasattr(context, "get_value"):
@@ -86,7 +90,7 @@ def call_scopes() -> Callable[[], contextlib.AbstractContextManager[None]]:
     return restored
 
 
-def is_rematerialized(layer: Any) -> bool:
+def is_rematerialized(layer: keras.Layer) -> bool:
     """Return whether a `keras.RematScope` makes a layer recompute its activations."""
     scope = getattr(layer, "_remat_mode", None)  # missing up to Keras 3.8
     if scope is None or scope.mode is None:
@@ -94,13 +98,16 @@ def is_rematerialized(layer: Any) -> bool:
     return scope.mode != "list_of_layers" or layer.name in (scope.layer_names or ())
 
 
-def is_built(layer: Any, others: Iterable[Any] = ()) -> bool:
-    """Return whether a layer, its sublayers, and other metrics or optimizers are built."""
+def is_built(
+    layer: keras.Layer,
+    others: Iterable[keras.Metric | keras.optimizers.Optimizer | keras.losses.Loss] = (),
+) -> bool:
+    """Return whether a layer, its sublayers, and other metrics, optimizers or losses are built."""
     states = [*layers_in(layer), *others]  # some metrics have only `_built`
     return all(getattr(s, "built", True) and getattr(s, "_built", True) for s in states)
 
 
-def own_state(layer: Any) -> list[Any]:
+def own_state(layer: keras.Layer) -> list[keras.Variable]:
     """Return the non-trainable variables of a layer, without those of sublayers."""
     if (states := vars(layer).get("states")) is None:
         return list(layer._non_trainable_variables)
@@ -109,14 +116,14 @@ def own_state(layer: Any) -> list[Any]:
     return [*layer._non_trainable_variables, *untracked]
 
 
-def read_in_float16(layer: Any) -> list[Any]:
+def read_in_float16(layer: keras.Layer) -> list[keras.Variable]:
     """Return the trainable variables of a layer, not of sublayers, that it reads in float16."""
     is_half = layer.autocast and layer.compute_dtype == "float16" != layer.variable_dtype
     return [v for v in layer._trainable_variables if v._autocast] if is_half else []
 
 
 @contextlib.contextmanager
-def forgetting_losses(model: Any) -> Iterator[None]:
+def forgetting_losses(model: keras.Model) -> Iterator[None]:
     """If a step fails in the block, remove the layers' losses that Keras stored in the model."""
     try:
         yield
@@ -126,12 +133,12 @@ def forgetting_losses(model: Any) -> Iterator[None]:
         raise
 
 
-def seeds(layer: Any) -> list[Any]:
+def seeds(layer: keras.Layer) -> list[keras.Variable]:
     """Return the state variables of a layer's own `keras.random.SeedGenerator` objects."""
     return [generator.state for generator in layer._seed_generators]
 
 
-def ids_of_seeds(layer: Any) -> set[int]:
+def ids_of_seeds(layer: keras.Layer) -> set[int]:
     """Return the ids of the seed variables of a layer and its sublayers."""
     return {id(state) for part in layers_in(layer) for state in seeds(part)}
 
@@ -146,12 +153,12 @@ def unwrapped(value: Any) -> Any:
     return value
 
 
-def global_seed() -> Any:
+def global_seed() -> keras.random.SeedGenerator | None:
     """Return Keras's global `SeedGenerator`, or None if no operation has needed it yet."""
     return global_state.get_global_attribute(_GLOBAL_SEED)
 
 
-def set_global_seed(generator: Any) -> None:
+def set_global_seed(generator: keras.random.SeedGenerator | None) -> None:
     """Set Keras's global `SeedGenerator`, used by random operations without a seed."""
     global_state.set_global_attribute(_GLOBAL_SEED, generator)
 
@@ -160,12 +167,14 @@ def set_global_seed(generator: Any) -> None:
 MOMENTS = "_moments"
 
 
-def reduction_axes(layer: Any) -> list[int]:
+def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
     """Return the axes that a BatchNormalization layer averages over."""
     return list(layer._reduction_axes)
 
 
-def move_renormalization(layer: Any, mean: Any, variance: Any) -> None:
+def move_renormalization(
+    layer: keras.layers.BatchNormalization, mean: Tensor, variance: Tensor
+) -> None:
     """Update all running averages of a BatchNormalization layer with `renorm=True`."""
     layer._update_renorm_statistics(mean, variance)
 
@@ -173,55 +182,55 @@ def move_renormalization(layer: Any, mean: Any, variance: Any) -> None:
 # Models and optimizers.
 
 
-def build(model: Any, data: Any) -> None:
+def build(model: keras.Model, data: Nest) -> None:
     """Create the variables of a model, its metrics and its optimizer for a batch."""
     model._symbolic_build(data_batch=data)
 
 
-def compiled_loss(model: Any) -> Any:
+def compiled_loss(model: keras.Model) -> keras.losses.Loss | None:
     """Return a model's compiled loss, never the copy of a recorded step, or None."""
     return vars(model).get("_compile_loss")
 
 
-def loss_tracker(model: Any) -> Any:
+def loss_tracker(model: keras.Model) -> keras.Metric | None:
     """Return Keras's metric for the loss of a model, or None."""
     return vars(model).get("_loss_tracker")
 
 
-def unpickling(model_class: Any) -> Callable[..., Any]:
+def unpickling(model_class: type[keras.Model]) -> Callable[..., keras.Model]:
     """Return the function that unpickles models of a class."""
     return model_class._unpickle_model  # type: ignore[no-any-return]
 
 
-def strategy_of_model(model: Any) -> Any:
+def strategy_of_model(model: keras.Model) -> Any:
     """Return the strategy in whose scope a model was created, or None."""
     return model._distribute_strategy
 
 
-def strategy_of_optimizer(optimizer: Any) -> Any:
+def strategy_of_optimizer(optimizer: keras.optimizers.Optimizer) -> Any:
     """Return the strategy in whose scope an optimizer was created."""
     return optimizer._distribution_strategy
 
 
-def variables_to_train(optimizer: Any) -> Any:
+def variables_to_train(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """Return the variables that an optimizer was built for."""
     # Up to Keras 3.11 a LossScaleOptimizer does not know them, but its inner optimizer does.
-    return getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables
+    return getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables  # type: ignore[no-any-return]
 
 
-def num_updates(optimizer: Any) -> Any:
+def num_updates(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     """Return the number of updates that an optimizer has made."""
     # Up to Keras 3.8 a LossScaleOptimizer does not count, but its inner optimizer does.
     return getattr(optimizer, "inner_optimizer", optimizer).iterations
 
 
-def counter_of(optimizer: Any) -> Any:
+def counter_of(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     """Return the variable that counts the calls of `apply`, also those without an update."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     return optimizer._iterations if hasattr(optimizer, "_iterations") else optimizer.iterations
 
 
-def overwrites(variable: Any) -> bool:
+def overwrites(variable: keras.Variable) -> bool:
     """Return whether optimizers replace a variable by its gradient, as for float8 scales."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
@@ -235,12 +244,12 @@ def metrics_exchange() -> bool:
 # Losses.
 
 
-def arguments_of_loss(loss: Any) -> dict[str, Any]:
+def arguments_of_loss(loss: keras.losses.Loss | keras.Metric) -> dict[str, Any]:
     """Return the keyword arguments that a loss or metric of Keras passes to its function."""
     return getattr(loss, "_fn_kwargs", {})
 
 
-def is_along_samples(loss: Any) -> bool:
+def is_along_samples(loss: keras.losses.Loss | keras.Metric) -> bool:
     """Return whether a loss or metric of Keras is configured to compute along axis 0."""
     if isinstance(loss, keras.metrics.FBetaScore):  # whose `axis` is one it sums over
         return False
@@ -248,35 +257,35 @@ def is_along_samples(loss: Any) -> bool:
     return 0 in (axis if isinstance(axis, (list, tuple)) else [axis])
 
 
-def losses_in(compiled: Any) -> list[Any]:
+def losses_in(compiled: keras.losses.Loss) -> list[Any]:
     """Return the losses of a built compiled loss: named tuples with a field `loss`."""
     return list(compiled._flat_losses)
 
 
-def set_losses(compiled: Any, losses: list[Any]) -> None:
+def set_losses(compiled: keras.losses.Loss, losses: list[Any]) -> None:
     """Replace the losses of a compiled loss."""
     vars(compiled)["_flat_losses"] = losses
 
 
 # Return a mask and sample weights with equal rank, if one of them has an extra axis of length 1.
-same_rank: Callable[[Any, Any], tuple[Any, Any]] = squeeze_or_expand_to_same_rank
+same_rank: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = squeeze_or_expand_to_same_rank
 
 # Divide a loss by the number of replicas as Keras does, and undo it.
-scaled_for_replicas: Callable[[Any], Any] = scale_loss_for_distribution
-unscaled_for_replicas: Callable[[Any], Any] = unscale_loss_for_distribution
+scaled_for_replicas: Callable[[Tensor], Tensor] = scale_loss_for_distribution
+unscaled_for_replicas: Callable[[Tensor], Tensor] = unscale_loss_for_distribution
 
 # Variables, and scopes in which they have other values.
 
 # Return the innermost `keras.StatelessScope` of the running code, or None.
-stateless_scope: Callable[[], Any] = get_stateless_scope
+stateless_scope: Callable[[], keras.StatelessScope] = get_stateless_scope
 
 
-def raw(variable: Any) -> Any:
+def raw(variable: keras.Variable | Tensor) -> Tensor:
     """Return the backend's variable inside a Keras variable, or the variable itself."""
     return variable._value if isinstance(variable, keras.Variable) else variable
 
 
-def losses_of_scope(scope: Any) -> list[Any]:
+def losses_of_scope(scope: keras.StatelessScope) -> list[Tensor]:
     """Return the losses that layers added in a `keras.StatelessScope`, in order."""
     # Up to Keras 3.9, an added list of n losses is in it n times.
     added, losses = list(scope.losses), []
@@ -287,7 +296,7 @@ def losses_of_scope(scope: Any) -> list[Any]:
     return losses
 
 
-def adder_of(loss: Any, layer: Any) -> Any:
+def adder_of(loss: Tensor, layer: keras.Layer) -> keras.Layer | None:
     """Return the layer or sublayer that added a loss in a stateless scope.
 
     None if the loss is that of a weight regularizer.
@@ -295,14 +304,14 @@ def adder_of(loss: Any, layer: Any) -> Any:
     return next((part for part in layers_in(layer) if id(loss) in part._loss_ids), None)
 
 
-def scope_of(variables: Iterable[Any], values: Iterable[Any]) -> Any:
+def scope_of(variables: Iterable[keras.Variable], values: Iterable[Tensor]) -> keras.StatelessScope:
     """Return a `keras.StatelessScope` in which variables have the values, without autocast."""
     scope = keras.StatelessScope(collect_losses=True)
     scope.state_mapping.update((id(variable), v) for variable, v in zip(variables, values))
     return scope
 
 
-def value_in(scope: Any, variable: Any) -> Any:
+def value_in(scope: keras.StatelessScope | None, variable: keras.Variable) -> Tensor:
     """Return the value of a variable in a scope, or else its own, without autocast."""
     value = None if scope is None else scope.get_current_value(variable)
     if value is not None:
@@ -312,7 +321,7 @@ def value_in(scope: Any, variable: Any) -> Any:
     return value.read_value() if hasattr(value, "read_value") else value  # a `tf.Variable`
 
 
-def copy_of(variable: Any) -> Any:
+def copy_of(variable: keras.Variable) -> Tensor:
     """Return a copy of the value of a variable in the current scope, without autocast."""
     return keras.ops.copy(value_in(stateless_scope(), variable))
 
@@ -323,16 +332,16 @@ def is_symbolic() -> bool:
 
 
 # Tensors. Keras stores the mask of an output, or None, in an attribute, where its losses read it.
-mask_of: Callable[[Any], Any] = get_keras_mask
-set_mask: Callable[[Any, Any], None] = set_keras_mask
+mask_of: Callable[[Tensor], Tensor | None] = get_keras_mask
+set_mask: Callable[[Tensor, Tensor | None], None] = set_keras_mask
 
 
-def logits_of(tensor: Any) -> Any:
+def logits_of(tensor: Tensor) -> Tensor | None:
     """Return the logits that Keras stored on the result of a softmax or sigmoid, or None."""
     return getattr(tensor, "_keras_logits", None)
 
 
-def set_logits(tensor: Any, logits: Any) -> None:
+def set_logits(tensor: Tensor, logits: Tensor) -> None:
     """Store logits on a tensor, for Keras's losses."""
     tensor._keras_logits = logits
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from ga_model.base._types import Tensor
+
+if TYPE_CHECKING:
+    import keras
 
 # Methods of a model that are part of its step and logs on JAX only.
 MORE_METHODS_OF_STEP = (
@@ -14,13 +19,13 @@ MORE_METHODS_OF_STEP = (
 )
 
 
-def put_values_back(model: Any) -> None:
+def put_values_back(model: keras.Model) -> None:
     """Write the values that Keras keeps in arrays during `fit` on JAX to a model's variables."""
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()
 
 
-def leave_values(model: Any, values: Mapping[Any, Iterable[Any]]) -> None:
+def leave_values(model: keras.Model, values: Mapping[Any, Iterable[Tensor]]) -> None:
     """Make Keras write values to the variables of a model after a failed step.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import reduce_per_replica
@@ -18,52 +18,54 @@ from tensorflow.python.framework.auto_control_deps_utils import (
 )
 from tensorflow.python.ops import gradients_util
 
+from ga_model.base._types import Gradient, Nest
+
 # The `experimental_attributes` of a `tf.function` that is not inlined.
 NOT_INLINED = {"_noinline": True}
 
 # Tapes and graphs.
 
 
-def graph_being_made() -> Any:
+def graph_being_made() -> tf.Graph | None:
     """Return the graph that this thread adds operations to, or None in eager mode."""
     return None if tf.executing_eagerly() else ops.get_default_graph()
 
 
-def call_flat(function: Any, tensors: list[Any]) -> Any:
+def call_flat(function: tf.types.experimental.ConcreteFunction, tensors: list[tf.Tensor]) -> Nest:
     """Call a concrete function with its arguments' tensors, flattened as by `tf.nest.flatten`."""
     # A normal call flattens the arguments itself, which takes as long as a small step.
     return function._call_flat(tensors, function.captured_inputs)
 
 
-def value_of(variable: Any) -> Any:
+def value_of(variable: tf.Variable) -> tf.Tensor:
     """Return the value of a local variable, in a fifth of the time of `read_value`."""
     return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
 
-def shape_of(tensor: Any) -> tuple[int | None, ...] | None:
+def shape_of(tensor: tf.Tensor) -> tuple[int | None, ...] | None:
     """Return the shape of a tensor, None if the rank is unknown, in a fifth of `shape`'s time."""
     return tensor._shape_tuple()  # type: ignore[no-any-return]
 
 
-def is_followed(tensor: Any) -> bool:
+def is_followed(tensor: tf.Tensor) -> bool:
     """Return whether a tape watches a tensor."""
     return bool(record.should_record_backprop([tensor]))
 
 
-def has_forward_derivatives(tensors: Sequence[Any]) -> bool:
+def has_forward_derivatives(tensors: Sequence[tf.Tensor]) -> bool:
     """Return whether a `tf.autodiff.ForwardAccumulator` watches one of the tensors."""
     return bool(forwardprop_util.pack_tangents(tensors).tangents)
 
 
-def has_second_derivatives(tensors: Sequence[Any]) -> bool:
+def has_second_derivatives(tensors: Sequence[tf.Tensor]) -> bool:
     """Return whether several tapes, or a persistent one, watch the tensors."""
     kind = gradients_util.PossibleTapeGradientTypes(tensors)
     return bool(kind == gradients_util.POSSIBLE_GRADIENT_TYPES_HIGHER_ORDER)
 
 
-def unseen_by_tapes() -> Any:
+def unseen_by_tapes() -> contextlib.AbstractContextManager[None]:
     """Return a context in which this thread's tapes record nothing."""
-    return record.stop_recording()
+    return record.stop_recording()  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
@@ -80,7 +82,10 @@ def seen_by_tapes() -> Iterator[None]:
 
 
 def record_on_tapes(
-    name: str, outputs: list[Any], sources: list[Any], gradient: Callable[..., Any]
+    name: str,
+    outputs: list[tf.Tensor],
+    sources: list[tf.Tensor],
+    gradient: Callable[..., list[Gradient]],
 ) -> None:
     """Record `gradient` on tapes: it maps gradients of the outputs to those of the sources."""
     record.record_operation(name, outputs, sources, gradient)
@@ -93,14 +98,14 @@ _DRAWS = re.compile(
 )
 
 
-def stateful_draws(graph: Any) -> list[str]:
+def stateful_draws(graph: tf.Graph) -> list[str]:
     """Return the types of the stateful random operations in a graph and its functions."""
     nodes = [op.node_def for op in graph.get_operations()]
     nodes += [node for f in graph.as_graph_def().library.function for node in f.node_def]
     return sorted({node.op for node in nodes if _DRAWS.match(node.op)})
 
 
-def is_branch(graph: Any) -> bool:
+def is_branch(graph: tf.Graph) -> bool:
     """Return whether a graph is a branch, a loop's condition or its body, and not a function."""
     names = {part.__name__ for part in type(graph).__mro__}
     return bool(names & {"CondBranchFuncGraph", "WhileCondFuncGraph", "WhileBodyFuncGraph"})
@@ -110,7 +115,9 @@ def is_branch(graph: Any) -> bool:
 
 
 @contextlib.contextmanager
-def seeing_operations(see: Callable[[str, Sequence[Any], Sequence[Any]], Any]) -> Iterator[None]:
+def seeing_operations(
+    see: Callable[[str, Sequence[tf.Tensor], Sequence[tf.Tensor]], Sequence[tf.Tensor] | None],
+) -> Iterator[None]:
     """Call `see` with each operation that a block adds to the current graph, or runs eagerly.
 
     Operations inside branches, loops and functions of the graph are not passed.
@@ -123,12 +130,12 @@ def seeing_operations(see: Callable[[str, Sequence[Any], Sequence[Any]], Any]) -
 
     def in_graph(
         name: str,
-        inputs: Any,
+        inputs: Sequence[tf.Tensor],
         attributes: Any,
-        outputs: Any,
-        op_name: Any = None,
-        graph: Any = None,
-    ) -> Any:
+        outputs: Sequence[tf.Tensor],
+        op_name: str | None = None,
+        graph: tf.Graph | None = None,
+    ) -> Sequence[tf.Tensor]:
         if graph is None or graph is not observed:
             return outputs
         replaced = see(name, inputs, outputs)
@@ -146,16 +153,23 @@ def seeing_operations(see: Callable[[str, Sequence[Any], Sequence[Any]], Any]) -
         execute.execute, pywrap_tfe.TFE_Py_FastPathExecute = slow_path, fast_path
 
 
-def _no_fast_path(*_: Any, **__: Any) -> Any:
+def _no_fast_path(*_: Any, **__: Any) -> NoReturn:
     raise core._FallbackException("The operation is to be seen.")
 
 
-def _seen_by(see: Callable[[str, Sequence[Any], Sequence[Any]], Any]) -> Callable[..., Any]:
+def _seen_by(
+    see: Callable[[str, Sequence[tf.Tensor], Sequence[tf.Tensor]], Sequence[tf.Tensor] | None],
+) -> Callable[..., Nest]:
     is_observing = False
 
     def run(
-        op_name: Any, num_outputs: int, inputs: Any, attrs: Any, ctx: Any, name: Any = None
-    ) -> Any:  # TensorFlow passes some of these by name
+        op_name: str | bytes,
+        num_outputs: int,
+        inputs: Sequence[tf.Tensor],
+        attrs: Any,
+        ctx: Any,
+        name: str | None = None,
+    ) -> Nest:  # TensorFlow passes some of these by name
         nonlocal is_observing
         outputs = execute.quick_execute(op_name, num_outputs, inputs, attrs, ctx, name)
         if is_observing:
@@ -172,16 +186,16 @@ def _seen_by(see: Callable[[str, Sequence[Any], Sequence[Any]], Any]) -> Callabl
 
 
 @contextlib.contextmanager
-def noting_writes(variables: Sequence[Any]) -> Iterator[list[Any]]:
+def noting_writes(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable]]:
     """Yield a list that contains, after the block, the variables that the block wrote to."""
     by_handle = {id(variable.handle): variable for variable in variables}
     touched: list[int] = []  # ids of the inputs, such as handles, of operations that do not read
 
-    def see(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def see(name: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]) -> None:
         if name not in RESOURCE_READ_OPS:
             touched.extend(map(id, inputs))
 
-    written: list[Any] = []
+    written: list[tf.Variable] = []
     if tf.executing_eagerly():
         with seeing_operations(see):
             yield written
@@ -199,6 +213,6 @@ def noting_writes(variables: Sequence[Any]) -> Iterator[list[Any]]:
 # Replicas.
 
 
-def logs_over_replicas(logs: Any, strategy: Any) -> Any:
+def logs_over_replicas(logs: Nest, strategy: tf.distribute.Strategy) -> Nest:
     """Merge the logs of all replicas as Keras does."""
     return reduce_per_replica(logs, strategy, "auto")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,12 +14,12 @@ PRIVATE_DRAWS = {"_standard_gamma", "_sample_dirichlet"}
 READS_NUMBER = "_local_scalar_dense"
 
 
-def name_of(operation: Any) -> str:
+def name_of(operation: torch._ops.OpOverload) -> str:
     """Return the name of an operation of a dispatch mode, such as "div" for `aten::div`."""
     return str(operation._schema.name).removeprefix("aten::")
 
 
-def function_of(node: Any) -> Any:
+def function_of(node: torch.autograd.graph.Node) -> type[torch.autograd.Function] | None:
     """Return the `torch.autograd.Function` that created an autograd node, or None."""
     return getattr(type(node), "_forward_cls", None)
 
@@ -29,39 +30,39 @@ def is_in_derivative() -> bool:
     return node is not None and function_of(node) is None
 
 
-def times_written(tensor: Any) -> int:
+def times_written(tensor: torch.Tensor) -> int:
     """Return a counter that grows with each in-place write to a tensor."""
     with contextlib.suppress(RuntimeError):  # tensors of `torch.inference_mode` have no counter
         return int(tensor._version)
     return 0
 
 
-def hooks_on_gradient(tensor: Any) -> Any:
+def hooks_on_gradient(tensor: torch.Tensor) -> dict[int, Callable[..., Any]] | None:
     """Return the dict of hooks on the gradient of a tensor, or None."""
-    return tensor._backward_hooks
+    return tensor._backward_hooks  # type: ignore[no-any-return]
 
 
-def has_hooks_on_sum(tensor: Any) -> bool:
+def has_hooks_on_sum(tensor: torch.Tensor) -> bool:
     """Return whether hooks run after the gradient of a leaf tensor is accumulated."""
     return bool(tensor._post_accumulate_grad_hooks)
 
 
-def has_hooks_on_calls(module: Any) -> bool:
+def has_hooks_on_calls(module: torch.nn.Module) -> bool:
     """Return whether hooks run before or after `forward` of a module."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def has_hooks_on_gradients(module: Any) -> bool:
+def has_hooks_on_gradients(module: torch.nn.Module) -> bool:
     """Return whether a module has backward hooks."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def note_step(optimizer: Any) -> None:
+def note_step(optimizer: torch.optim.Optimizer) -> None:
     """Mark an optimizer's `step` as called, so that learning-rate schedulers do not warn."""
     optimizer._opt_called = True
 
 
-def buffers_of(module: Any) -> dict[str, Any]:
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers of a module by name."""
-    buffers: dict[str, Any] = module._buffers
+    buffers: dict[str, torch.Tensor] = module._buffers
     return buffers

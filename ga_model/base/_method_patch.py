@@ -12,7 +12,7 @@ from typing import Any
 _lock = threading.Lock()
 
 
-def _put(owner: Any, name: str, value: Any) -> None:
+def _put(owner: object, name: str, value: Callable[..., Any]) -> None:
     if isinstance(owner, type):
         setattr(owner, name, value)
     else:  # bypass the `__setattr__` of Keras, which tracks values
@@ -25,14 +25,16 @@ class MethodPatch:
     `make` takes the object, module or class and its current method, and returns the replacement.
     """
 
-    def __init__(self, name: str, make: Callable[[Any, Any], Any]) -> None:
+    def __init__(
+        self, name: str, make: Callable[[Any, Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
         self._name = name
         self._make = make
         # By id of object: how many blocks patch it, and its own attribute `name` from before.
-        self._shadowed: dict[int, tuple[int, Any]] = {}
+        self._shadowed: dict[int, tuple[int, Callable[..., Any] | None]] = {}
 
     @contextlib.contextmanager
-    def of(self, owners: Iterable[Any]) -> Iterator[None]:
+    def of(self, owners: Iterable[object]) -> Iterator[None]:
         """Replace the method of each object in a block. Blocks may nest and overlap."""
         owners = list(owners)
         for owner in owners:
@@ -43,7 +45,7 @@ class MethodPatch:
             for owner in owners:
                 self._uncover(owner)
 
-    def _shadow(self, owner: Any) -> None:
+    def _shadow(self, owner: object) -> None:
         with _lock:
             count, before = self._shadowed.get(id(owner), (0, vars(owner).get(self._name)))
             if count == 0:
@@ -51,7 +53,7 @@ class MethodPatch:
                 _put(owner, self._name, functools.wraps(method)(self._make(owner, method)))
             self._shadowed[id(owner)] = count + 1, before
 
-    def _uncover(self, owner: Any) -> None:
+    def _uncover(self, owner: object) -> None:
         with _lock:
             count, before = self._shadowed.pop(id(owner))
             if count > 1:  # still in another block, for example a replica's
@@ -62,7 +64,7 @@ class MethodPatch:
                 vars(owner).pop(self._name, None)
 
 
-def _without_training(_: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+def _without_training(_: object, call: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(call).bind(*args, **kwargs)
         bound.arguments["training"] = False

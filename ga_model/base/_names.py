@@ -71,7 +71,7 @@ def showing_only(
     return showing(shown)
 
 
-def check_names(function: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+def check_names(function: str, given: Mapping[str, object], known: Iterable[str]) -> None:
     """Raise TypeError if one of the keyword arguments given to a function is unknown."""
     known = list(known)
     for name, value in given.items():
@@ -81,7 +81,7 @@ def check_names(function: str, given: Mapping[str, Any], known: Iterable[str]) -
 
 
 def check_names_for(
-    name: str, function: Any, given: Mapping[str, Any], others: Iterable[str]
+    name: str, function: Callable[..., Any], given: Mapping[str, object], others: Iterable[str]
 ) -> None:
     """Raise TypeError if a given name is neither an argument of a function nor in `others`."""
     parameters = inspect.signature(function).parameters
@@ -89,7 +89,7 @@ def check_names_for(
         check_names(name, given, [*parameters, *others])
 
 
-def _unknown_message(function: str, name: str, value: Any, known: list[str]) -> str:
+def _unknown_message(function: str, name: str, value: object, known: list[str]) -> str:
     is_count = _RIGHT_NAMES.get(name, name) == "accumulation_steps"
     if not known or (is_count and "accumulation_steps" not in known):
         return _no_count_message(function, value, known, name)
@@ -105,7 +105,7 @@ def _unknown_message(function: str, name: str, value: Any, known: list[str]) -> 
     return f"`{function}` has no argument `{name}`. Received: {name}={value!r}. {way_out}"
 
 
-def _positional_message(function: str, value: Any, keywords: list[str]) -> str:
+def _positional_message(function: str, value: object, keywords: list[str]) -> str:
     names = " or ".join(f"`{name}={value!r}`" for name in keywords[:2])
     return (
         f"`{function}` takes its settings as keyword arguments. Received: {value!r} by position. "
@@ -113,7 +113,7 @@ def _positional_message(function: str, value: Any, keywords: list[str]) -> str:
     )
 
 
-def _no_count_message(function: str, value: Any, known: list[str], name: str = "") -> str:
+def _no_count_message(function: str, value: object, known: list[str], name: str = "") -> str:
     received = f"{name}={value!r}" if name else repr(value)
     interval = f"{value} `add`s" if isinstance(value, int) else "window"
     arguments = f" Its arguments are {known}." if known else ""
@@ -124,7 +124,9 @@ def _no_count_message(function: str, value: Any, known: list[str], name: str = "
     )
 
 
-def check_fit(given: Mapping[str, Any], parameters: Iterable[str], settings: Iterable[str]) -> None:
+def check_fit(
+    given: Mapping[str, object], parameters: Iterable[str], settings: Iterable[str]
+) -> None:
     """Raise TypeError if a setting of the model is passed to a `fit` without that parameter."""
     for name in settings:
         if name in given and name not in parameters:

@@ -8,11 +8,13 @@ there. `keras.ops` supports float64 on TensorFlow only.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 
 from ga_model.base._context import ThreadValue
+from ga_model.base._types import Scalar, Tensor
 
 # Replaces a weight of 0 if there are samples: too small to change other weights in float64.
 LEAST_WEIGHT = 2.0**-60
@@ -24,29 +26,29 @@ def sum_dtype(dtype: Any) -> str:
     return name if name in ("float32", "float64") else "float32"
 
 
-def widened(values: Any) -> Any:
+def widened(values: Tensor) -> Tensor:
     """Cast values to the dtype in which they are summed."""
     dtype = keras.backend.standardize_dtype(values.dtype)
     wide = sum_dtype(dtype)
     return values if dtype == wide else keras.ops.cast(values, wide)
 
 
-def is_not(flag: Any) -> Any:
+def is_not(flag: Scalar) -> Scalar:
     """Return the negation of a bool scalar."""
     return not flag if isinstance(flag, bool) else ~flag
 
 
-def constant(value: Any) -> Any:
+def constant(value: Scalar) -> Scalar:
     """Return a scalar without gradient."""
     return keras.ops.stop_gradient(value) if keras.ops.is_tensor(value) else value
 
 
-def not_zero(weight: Any, rows: Any) -> Any:
+def not_zero(weight: Scalar, rows: Scalar) -> Scalar:
     """Return a weight, or `LEAST_WEIGHT` if it is zero and there are samples."""
     return where((weight == 0) & (rows > 0), LEAST_WEIGHT, float64(weight))
 
 
-def if_so(flag: Any, value: Any) -> Any:
+def if_so(flag: Scalar, value: Tensor | Scalar) -> Tensor | Scalar:
     """Return a value, or zero (False) of its type if a bool scalar is False."""
     if isinstance(value, bool):
         return flag & value
@@ -56,33 +58,33 @@ def if_so(flag: Any, value: Any) -> Any:
 
 if keras.backend.backend() != "tensorflow":
 
-    def shape_of(tensor: Any) -> tuple[Any, ...]:
+    def shape_of(tensor: Tensor) -> tuple[Scalar, ...]:
         return tuple(tensor.shape)
 
-    def rows_between(tensor: Any, start: int, stop: int) -> Any:
+    def rows_between(tensor: Tensor, start: int, stop: int) -> Tensor:
         return tensor[start:stop]
 
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
-    def float64(value: Any) -> Any:
+    def float64(value: Scalar) -> Scalar:
         """Return a number as a float64 scalar."""
         if isinstance(value, (int, float)):  # `tf.cast` would convert it to float32 first
             return tf.constant(value, tf.float64)
         return tf.cast(value, tf.float64)
 
-    def share(part: Any, whole: Any) -> Any:
+    def share(part: Tensor | Scalar, whole: Tensor | Scalar) -> Tensor | Scalar:
         """Return `part / whole`, or zero if `whole` is zero."""
         if not (tf.is_tensor(part) and tf.is_tensor(whole) and part.dtype == whole.dtype):
             part, whole = float64(part), float64(whole)
         return tf.math.divide_no_nan(part, whole)
 
-    def like(tensor: Any, value: Any) -> Any:
+    def like(tensor: Tensor, value: Scalar) -> Scalar:
         """Return a scalar in the dtype of the tensor that it is combined with."""
         return tf.cast(value, tensor.dtype)
 
-    def shape_of(tensor: Any) -> tuple[Any, ...]:
+    def shape_of(tensor: Tensor) -> tuple[Scalar, ...]:
         """Return the shape of a dense, ragged or sparse tensor; sizes unknown when a graph is
         traced are float64 scalars.
         """
@@ -94,17 +96,17 @@ if keras.backend.backend() == "tensorflow":
             return tuple(tensor.shape)
         else:
             found = tf.shape(tensor)
-        number: Any = int if tf.executing_eagerly() else float64
+        number: Callable[[Scalar], Scalar] = int if tf.executing_eagerly() else float64
         return tuple(
             number(found[axis]) if size is None and found[axis] is not None else size
             for axis, size in enumerate(tensor.shape)
         )
 
-    def dense(values: Any, indices: Any, shape: Any) -> Any:
+    def dense(values: Tensor, indices: Tensor, shape: Sequence[int]) -> Tensor:
         """Return a dense tensor of `shape`, whose row i is the sum of the values with index i."""
         return tf.math.unsorted_segment_sum(values, indices, shape[0])
 
-    def rows_between(tensor: Any, start: int, stop: int) -> Any:
+    def rows_between(tensor: Tensor, start: int, stop: int) -> Tensor:
         """Return the rows from `start` up to `stop` of any tensor or array."""
         if isinstance(tensor, tf.SparseTensor):
             shape = [int(size) for size in tensor.dense_shape]
@@ -119,12 +121,14 @@ if keras.backend.backend() == "tensorflow":
         return tf.raw_ops.Slice(input=tensor, begin=begin, size=size)
 
     @functools.lru_cache(maxsize=1024)
-    def _filled(first: int, rest: int, rank: int) -> Any:
+    def _filled(first: int, rest: int, rank: int) -> Tensor:
         """Return a vector of `rank` entries: `first`, followed by copies of `rest`."""
         with tf.device("CPU"):
             return tf.constant([first, *[rest] * (rank - 1)])
 
-    def where(condition: Any, first: Any, second: Any) -> Any:
+    def where(
+        condition: Scalar, first: Tensor | Scalar, second: Tensor | Scalar
+    ) -> Tensor | Scalar:
         """Return one of two values in their dtype, which `keras.ops.where` may change."""
         if not tf.is_tensor(first):
             of_number = tf.float64 if isinstance(first, float) else None
@@ -133,11 +137,11 @@ if keras.backend.backend() == "tensorflow":
             second = tf.convert_to_tensor(second, first.dtype)
         return tf.where(condition, first, second)
 
-    def int32(number: int) -> Any:
+    def int32(number: int) -> Scalar:
         """Return a number as an int32 scalar."""
         return tf.constant(number, tf.int32)
 
-    def added(total: Any, tensor: Any, shrink: Any, counts: Any = None) -> Any:
+    def added(total: Tensor, tensor: Tensor, shrink: Scalar, counts: Scalar = None) -> Tensor:
         """Return `total * shrink + tensor`, or `total` if `counts` is False, as for a NaN.
 
         May overwrite `total`: do not use it again.
@@ -146,7 +150,7 @@ if keras.backend.backend() == "tensorflow":
         # With a scalar condition, `Select` copies nothing; the operation of `tf.where` does.
         return result if counts is None else tf.raw_ops.Select(condition=counts, x=result, y=total)
 
-    def _shrunk(total: Any, shrink: Any) -> Any:
+    def _shrunk(total: Tensor, shrink: Scalar) -> Tensor:
         """Return `total * shrink`. A graph may skip it if `shrink` is 1, as it nearly always is."""
         if not tf.is_tensor(shrink) and shrink == 1.0:
             return total
@@ -161,7 +165,7 @@ if keras.backend.backend() == "tensorflow":
     # nothing, and reading an array costs most; XLA fuses the multiplication with the addition.
     skips_by_one = ThreadValue(False)
 
-    def divided(tensor: Any, divisor: Any) -> Any:
+    def divided(tensor: Tensor, divisor: Scalar) -> Tensor:
         """Return `tensor / divisor`. May overwrite `tensor`: do not use it again."""
         return tensor / like(tensor, divisor)
 
@@ -169,30 +173,32 @@ elif keras.backend.backend() == "jax":
     import jax
     import jax.numpy as jnp
 
-    def float64(value: Any) -> Any:
+    def float64(value: Scalar) -> Scalar:
         return jnp.asarray(value, jax.dtypes.canonicalize_dtype(jnp.float64))
 
     # Computed with rank 1: for `noting`, scalars of a step are candidates for its loss's divisor.
 
-    def share(part: Any, whole: Any) -> Any:
+    def share(part: Tensor | Scalar, whole: Tensor | Scalar) -> Tensor | Scalar:
         part, whole = (jnp.asarray(value)[None] for value in (part, whole))
         return jnp.where(whole == 0, 0.0, part / jnp.where(whole == 0, 1.0, whole))[0]
 
-    def like(tensor: Any, value: Any) -> Any:
+    def like(tensor: Tensor, value: Scalar) -> Scalar:
         return jnp.asarray(value, jnp.result_type(tensor))
 
-    def where(condition: Any, first: Any, second: Any) -> Any:
+    def where(
+        condition: Scalar, first: Tensor | Scalar, second: Tensor | Scalar
+    ) -> Tensor | Scalar:
         condition, first, second = (jnp.asarray(v)[None] for v in (condition, first, second))
         return jnp.where(condition, first, second)[0]
 
-    def int32(number: int) -> Any:
+    def int32(number: int) -> Scalar:
         return jnp.asarray(number, "int32")
 
-    def added(total: Any, tensor: Any, shrink: Any, counts: Any = None) -> Any:
+    def added(total: Tensor, tensor: Tensor, shrink: Scalar, counts: Scalar = None) -> Tensor:
         result = total * like(total, shrink) + tensor
         return result if counts is None else where(counts, result, total)
 
-    def divided(tensor: Any, divisor: Any) -> Any:
+    def divided(tensor: Tensor, divisor: Scalar) -> Tensor:
         return tensor / like(tensor, divisor)
 
 else:
@@ -200,34 +206,36 @@ else:
 
     # Python numbers stay Python numbers: most weights are known without reading a tensor.
 
-    def float64(value: Any) -> Any:
+    def float64(value: Scalar) -> Scalar:
         if not torch.is_tensor(value):
             return float(value)
         return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
 
-    def share(part: Any, whole: Any) -> Any:
+    def share(part: Tensor | Scalar, whole: Tensor | Scalar) -> Tensor | Scalar:
         if torch.is_tensor(whole):  # may have an entry per channel
             return torch.where(whole == 0, 0.0, part / torch.where(whole == 0, 1.0, whole))
         return part / whole if whole else 0.0
 
-    def like(tensor: Any, value: Any) -> Any:
+    def like(tensor: Tensor, value: Scalar) -> Scalar:
         return value.to(tensor.dtype) if torch.is_tensor(value) else float(value)
 
-    def where(condition: Any, first: Any, second: Any) -> Any:
+    def where(
+        condition: Scalar, first: Tensor | Scalar, second: Tensor | Scalar
+    ) -> Tensor | Scalar:
         if not torch.is_tensor(condition):
             return first if condition else second
         if not (torch.is_tensor(first) or torch.is_tensor(second)):
             first = torch.tensor(first, dtype=torch.float64, device=condition.device)
         return torch.where(condition, first, second)
 
-    def int32(number: int) -> Any:
+    def int32(number: int) -> Scalar:
         return number
 
-    def added(total: Any, tensor: Any, shrink: Any, counts: Any = True) -> Any:
+    def added(total: Tensor, tensor: Tensor, shrink: Scalar, counts: Scalar = True) -> Tensor:
         if torch.is_tensor(shrink) or shrink != 1.0:
             total.mul_(like(total, shrink))
         return total.add_(where(counts, tensor, 0.0))
 
-    def divided(tensor: Any, divisor: Any) -> Any:
+    def divided(tensor: Tensor, divisor: Scalar) -> Tensor:
         is_one = not torch.is_tensor(divisor) and divisor == 1.0
         return tensor if is_one else tensor.div_(like(tensor, divisor))

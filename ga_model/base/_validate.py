@@ -10,7 +10,12 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from ga_model.base._types import Nest, Tensor
+
+if TYPE_CHECKING:
+    import keras
 
 _NOT_THE_USERS = {"contextlib", "ga_model", "jax", "jaxlib", "keras", "tensorflow", "torch"}
 
@@ -59,7 +64,7 @@ def check_backend(backend: str) -> None:
         _check_release("keras", _OLDEST_KERAS_ON_JAX, " on the JAX backend")
 
 
-def check_microbatch_size(value: Any) -> Any:
+def check_microbatch_size(value: Any) -> int | str | None:
     """Return None, "auto" or an integer >= 1 as an int, or raise, as `check_integer` does."""
     if value is None or (isinstance(value, str) and value == "auto"):
         return value
@@ -87,7 +92,7 @@ def check_integer(
 
 
 def check_single_accumulation(
-    optimizers: Iterable[Any], accumulation_steps: int | None = None
+    optimizers: Iterable[keras.optimizers.Optimizer], accumulation_steps: int | None = None
 ) -> None:
     """Raise ValueError if an optimizer would accumulate a second time.
 
@@ -109,7 +114,9 @@ def check_single_accumulation(
         )
 
 
-def accumulating_optimizers(optimizers: Iterable[Any]) -> list[tuple[str, int]]:
+def accumulating_optimizers(
+    optimizers: Iterable[keras.optimizers.Optimizer],
+) -> list[tuple[str, int]]:
     """Return name and `gradient_accumulation_steps` of the optimizers that accumulate.
 
     This includes optimizers inside a LossScaleOptimizer or a MultiOptimizer.
@@ -171,7 +178,7 @@ def check_schedule(schedule: Any) -> Callable[[int], int]:
     return lambda index: steps[max(key for key in steps if key <= index)]
 
 
-def check_accumulates(callback: str, model: Any) -> None:
+def check_accumulates(callback: str, model: keras.Model) -> None:
     """Raise TypeError if the model of a callback is not an `AccumulatingModel`."""
     if not hasattr(model, "close_window"):
         raise TypeError(
@@ -199,7 +206,7 @@ def check_decay(decay: Any) -> float:
 
 
 def check_single_finite_check(
-    optimizers: Iterable[Any], skip_nonfinite: bool, adds_scaling: bool
+    optimizers: Iterable[keras.optimizers.Optimizer], skip_nonfinite: bool, adds_scaling: bool
 ) -> None:
     """Raise ValueError if skipping would hide overflows from a LossScaleOptimizer.
 
@@ -217,9 +224,11 @@ def check_single_finite_check(
         )
 
 
-def check_rows(data: Any, leaves: Iterable[Any]) -> int:
+def check_rows(data: tuple[Nest, ...], leaves: Iterable[Tensor | None]) -> int:
     """Return the number of samples in `leaves`, the arrays (or None) of `data`, or raise."""
-    shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in leaves if leaf is not None]
+    shapes: list[tuple[int, ...]] = [
+        getattr(leaf, "shape", ()) for leaf in leaves if leaf is not None
+    ]
     if not shapes or any(len(shape) == 0 for shape in shapes):
         types = [type(part).__name__ for part in data]
         raise TypeError(

@@ -9,31 +9,35 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 from keras import layers, ops
 
+from ga_model.base._types import Nest, Tensor
 from ga_model.bench._names import NAMES
 
 
 class Case(NamedTuple):
     """A model and its data."""
 
-    make_model: Callable[[], Any]  # returns a model that is not compiled
-    make_optimizer: Callable[..., Any]  # takes the keyword arguments of an optimizer
-    make_data: Callable[[int], tuple[Any, Any]]  # takes a number of samples, returns x and y
+    make_model: Callable[[], keras.Model]  # returns a model that is not compiled
+    make_optimizer: Callable[..., keras.optimizers.Optimizer]  # takes its keyword arguments
+    make_data: Callable[[int], tuple[Nest, np.ndarray]]  # x and y of a number of samples
     rows: int  # samples per microbatch
-    loss: Any = "sparse_categorical_crossentropy"
+    loss: str | keras.losses.Loss | Callable[[Tensor, Tensor], Tensor] = (
+        "sparse_categorical_crossentropy"
+    )
 
 
 def random_data(
     *shape: int, below: int | None = None, targets: tuple[int, ...] = (), classes: int = 10
-) -> Callable[[int], tuple[Any, Any]]:
+) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
     """Return a function that makes samples, floats or ids below a limit, with class targets."""
 
-    def make(rows: int) -> tuple[Any, Any]:
+    def make(rows: int) -> tuple[np.ndarray, np.ndarray]:
         generator = np.random.default_rng(0)
         if below is None:
             x = generator.normal(size=(rows, *shape)).astype("float32")
@@ -44,14 +48,14 @@ def random_data(
     return make
 
 
-def _dense() -> Any:
+def _dense() -> keras.Model:
     """Make a model of 15 million parameters, where the optimizer takes much of the time."""
     hidden = [layers.Dense(2048, activation="relu") for _ in range(4)]
     return keras.Sequential([keras.Input((1024,)), *hidden, layers.Dense(10, "softmax")])
 
 
-def _convolutional() -> Any:
-    def convolution(filters: int) -> Any:
+def _convolutional() -> keras.Model:
+    def convolution(filters: int) -> keras.Layer:
         return layers.Conv2D(filters, 3, padding="same", activation="relu")
 
     first = [convolution(16), convolution(16), layers.MaxPooling2D()]
@@ -60,7 +64,7 @@ def _convolutional() -> Any:
     return keras.Sequential([keras.Input((32, 32, 3)), *first, *second, head])
 
 
-def _transformer() -> Any:
+def _transformer() -> keras.Model:
     """Make one transformer block over 64 tokens, with a prediction for each token."""
     tokens = keras.Input((64,), dtype="int32")
     h = layers.Embedding(1000, 128)(tokens)
@@ -71,14 +75,14 @@ def _transformer() -> Any:
     return keras.Model(tokens, layers.Dense(1000, "softmax")(layers.LayerNormalization()(h)))
 
 
-def _embedding(vocabulary: int, width: int) -> Any:
+def _embedding(vocabulary: int, width: int) -> keras.Model:
     """Make a model with an embedding whose gradient is sparse: a batch uses few of its rows."""
     ids = keras.Input((32,), dtype="int32")
     mean = layers.GlobalAveragePooling1D()(layers.Embedding(vocabulary, width)(ids))
     return keras.Model(ids, layers.Dense(10, "softmax")(layers.Dense(64, "relu")(mean)))
 
 
-def _tiny() -> Any:
+def _tiny() -> keras.Model:
     """Make a model so small that mostly the overhead around it is measured."""
     hidden = layers.Dense(16, "relu")
     return keras.Sequential([keras.Input((8,)), hidden, layers.Dense(10, "softmax")])
@@ -114,11 +118,13 @@ def trained_cases(sizes: Sizes) -> tuple[Case, ...]:
     )
 
 
-def _keras_hub() -> Any:
-    return importlib.import_module("keras_hub").models
+def _keras_hub() -> ModuleType:
+    return importlib.import_module("keras_hub").models  # type: ignore[no-any-return]
 
 
-def _text_model(kind: str, task: str, sizes: Sizes, lora_rank: int = 0, **arguments: Any) -> Any:
+def _text_model(
+    kind: str, task: str, sizes: Sizes, lora_rank: int = 0, **arguments: Any
+) -> keras.Model:
     """Make a text model of KerasHub, such as "GPT2" for the task "CausalLM"."""
     backbone = getattr(_keras_hub(), f"{kind}Backbone")(
         vocabulary_size=sizes.vocabulary,
@@ -134,7 +140,7 @@ def _text_model(kind: str, task: str, sizes: Sizes, lora_rank: int = 0, **argume
     return getattr(_keras_hub(), f"{kind}{task}")(backbone, preprocessor=None, **arguments)
 
 
-def _vit(sizes: Sizes, side: int) -> Any:
+def _vit(sizes: Sizes, side: int) -> keras.Model:
     backbone = _keras_hub().ViTBackbone(
         image_shape=(side, side, 3),
         patch_size=(8, 8),
@@ -146,10 +152,10 @@ def _vit(sizes: Sizes, side: int) -> Any:
     return _keras_hub().ViTImageClassifier(backbone, num_classes=10, preprocessor=None)
 
 
-def _resnet(sizes: Sizes) -> Any:
+def _resnet(sizes: Sizes) -> keras.Model:
     """Make a network of residual blocks of three widths, with GroupNormalization."""
 
-    def convolution(h: Any, filters: int, strides: int = 1) -> Any:
+    def convolution(h: keras.KerasTensor, filters: int, strides: int = 1) -> keras.KerasTensor:
         h = layers.Conv2D(filters, 3, strides, padding="same", use_bias=False)(h)
         return layers.GroupNormalization(max(filters // 16, 1))(h)
 
@@ -168,10 +174,10 @@ def _resnet(sizes: Sizes) -> Any:
     return keras.Model(images, layers.Dense(10, "softmax")(h))
 
 
-def _two_towers(sizes: Sizes) -> Any:
+def _two_towers(sizes: Sizes) -> keras.Model:
     """Make a model that embeds each text of a pair by its own network, as a unit vector."""
 
-    def tower(ids: Any) -> Any:
+    def tower(ids: keras.KerasTensor) -> keras.KerasTensor:
         h = layers.Embedding(sizes.vocabulary, sizes.width)(ids)
         for _ in range(sizes.num_layers):
             h = h + layers.Dense(sizes.width)(layers.Dense(2 * sizes.width, "gelu")(h))
@@ -182,17 +188,19 @@ def _two_towers(sizes: Sizes) -> Any:
     return keras.Model(pair, ops.stack([tower(pair[:, 0]), tower(pair[:, 1])], axis=1))
 
 
-def _contrastive(y_true: Any, pair: Any) -> Any:
+def _contrastive(y_true: Tensor, pair: Tensor) -> Tensor:
     """Return each query's cross-entropy of finding its document among those of the batch."""
     scores = ops.matmul(pair[:, 0], ops.transpose(pair[:, 1])) / 0.07
     labels = ops.arange(ops.shape(scores)[0])
     return keras.losses.sparse_categorical_crossentropy(labels, scores, from_logits=True)
 
 
-def _as_tokens(data: Callable[[int], Any], has_segments: bool = False) -> Callable[[int], Any]:
+def _as_tokens(
+    data: Callable[[int], tuple[np.ndarray, np.ndarray]], has_segments: bool = False
+) -> Callable[[int], tuple[dict[str, np.ndarray], np.ndarray]]:
     """Convert the data of a function to the inputs of KerasHub's text models."""
 
-    def make(rows: int) -> tuple[Any, Any]:
+    def make(rows: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
         ids, targets = data(rows)
         x = {"token_ids": ids, "padding_mask": np.ones(ids.shape, "int32")}
         return x | ({"segment_ids": np.zeros(ids.shape, "int32")} if has_segments else {}), targets

@@ -11,17 +11,21 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 
 from ga_model._wrap import accumulate
+from ga_model.base._types import Nest, Tensor
 from ga_model.bench._by_hand import loop_by_hand
 from ga_model.bench._cases import CASES
 from ga_model.tools._memory import give_back_freed_memory, peak_memory, reset_peak_memory
 from ga_model.tools._process import in_own_process, on_cpu, prepare
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _MOST_ROUNDS = 20
 _MIN_MICROBATCHES = 4  # microbatches per setup and round
@@ -170,8 +174,8 @@ class Training:
         case = CASES[setup.model]
         rows = case.rows * (setup.microbatches if setup.is_window else 1)
         self._batches = _repeated(case.make_data(rows))
-        self.model: Any = _make_model(setup) if like is None else like.model
-        self._function: Callable[[Any], Any]
+        self.model: keras.Model = _make_model(setup) if like is None else like.model
+        self._function: Callable[[Iterable[tuple[Nest, Tensor]]], Nest]
         if like is not None:
             self._function = like._function
         elif setup.way == HAND:
@@ -191,7 +195,7 @@ class Training:
         return time.perf_counter() - begin
 
 
-def _repeated(samples: tuple[Any, Any]) -> Any:
+def _repeated(samples: tuple[Nest, np.ndarray]) -> Iterable[tuple[Nest, Tensor]]:
     """Return an endless dataset of the same batch for a model's train function."""
     if keras.backend.backend() == "torch":
         return [keras.tree.map_structure(keras.ops.convert_to_tensor, samples)]
@@ -199,10 +203,10 @@ def _repeated(samples: tuple[Any, Any]) -> Any:
 
     batches = tf.data.Dataset.from_tensor_slices(samples)
     batches = batches.batch(len(samples[1]), drop_remainder=True)  # all of one known size
-    return iter(batches.cache().repeat())
+    return iter(batches.cache().repeat())  # type: ignore[no-any-return]
 
 
-def _make_model(setup: Setup) -> Any:
+def _make_model(setup: Setup) -> keras.Model:
     case = CASES[setup.model]
     keras.utils.set_random_seed(0)
     model = case.make_model()

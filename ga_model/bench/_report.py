@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ga_model.bench._cases import CASES
 from ga_model.bench._measure import FULL, SMALL, WAYS, Result, Setup
 from ga_model.tools._table import megabytes, text_table
+
+if TYPE_CHECKING:
+    import matplotlib.figure
 
 _HEADER = (
     *("", "microbatches", "time against\nsmall batches", "time against\nfull batch"),
@@ -81,7 +84,7 @@ def tables(results: Mapping[Setup, Result]) -> str:
     return "\n\n".join([*parts, _NOTES])
 
 
-def _cell(value: Any, form: str = "{}") -> str:
+def _cell(value: object, form: str = "{}") -> str:
     return "-" if value is None else form.format(value)
 
 
@@ -89,8 +92,8 @@ def _on(jit_compile: bool) -> str:
     return "on" if jit_compile else "off"
 
 
-def draw(results: Mapping[Setup, Result]) -> Any:
-    """Return a `matplotlib.figure.Figure` with a column per model: times above, memory below.
+def draw(results: Mapping[Setup, Result]) -> matplotlib.figure.Figure:
+    """Return a figure with a column per model: times above, memory below.
 
     It shows the measurements with the most microbatches.
     """

@@ -8,7 +8,6 @@ import functools
 import math
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 import numpy as np
@@ -19,6 +18,7 @@ from ga_model._wrap import accumulate
 from ga_model.base._call_again import Attributes
 from ga_model.base._identity import unique
 from ga_model.base._internals import global_seed, is_built, layers_in
+from ga_model.base._types import Nest, Tensor
 from ga_model.check import _diagnosis
 from ga_model.check._equivalence_report import EquivalenceReport, VariableDifference
 from ga_model.check._plan import Plan, make_plan
@@ -38,9 +38,9 @@ _ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "flo
 
 def check_equivalence(
     model: keras.Model,
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
+    x: Nest,
+    y: Nest = None,
+    sample_weight: Nest = None,
     *,
     batch_size: int,
     accumulation_steps: int | None = UNCHANGED,
@@ -106,7 +106,7 @@ def check_equivalence(
     return compare(model, make_plan(model, (x, y, sample_weight), batch_size, updates, **settings))
 
 
-def compare(model: Any, plan: Plan) -> EquivalenceReport:
+def compare(model: keras.Model, plan: Plan) -> EquivalenceReport:
     """Train a model by a plan, compare, and restore it: see `check_equivalence`."""
     reported: list[str] = []  # warnings of accumulation, which go into the report
     with (
@@ -138,7 +138,7 @@ def _warnings_except(reported: list[str]) -> Iterator[None]:
 
 
 def _train_and_compare(
-    model: Any, plan: Plan, state: _State, randomness: Randomness, reported: list[str]
+    model: keras.Model, plan: Plan, state: _State, randomness: Randomness, reported: list[str]
 ) -> EquivalenceReport:
     seed_before = _seed_state()
     _fit(model, plan, plan.window_rows)
@@ -186,13 +186,13 @@ def _train_and_compare(
     return report._replace(reasons=_diagnosis.reasons(model, report))
 
 
-def _seed_state() -> Any:
+def _seed_state() -> list[int] | None:
     """Return a value that changes whenever `keras.random` draws without a seed."""
     seed = global_seed()
     return None if seed is None else _value_of(seed.state).tolist()
 
 
-def _fit(model: Any, plan: Plan, batch_size: int) -> None:
+def _fit(model: keras.Model, plan: Plan, batch_size: int) -> None:
     x, y, sample_weight = plan.data
     weights = {} if sample_weight is None else {"sample_weight": sample_weight}
     model.fit(x, y, batch_size=batch_size, epochs=1, shuffle=False, verbose=0, **weights)
@@ -209,7 +209,7 @@ class _State:
         values: the values of these variables at the start.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._model = model
         compared = {id(v): (v.path, v) for v in model.weights}
         for optimizer in optimizers_in(vars(model)):
@@ -226,7 +226,7 @@ class _State:
             self._other_variables = other_variables([v for v, _ in self._start])
         self._python = Attributes([*layers_in(model), *others_of_user(model)], has_arrays=True)
 
-    def read(self) -> list[Any]:
+    def read(self) -> list[np.ndarray]:
         return [_value_of(v) for _, v in self.compared]
 
     def restore(self) -> None:
@@ -240,13 +240,13 @@ class _State:
         attributes.update(kept)
 
 
-def _path(optimizer: Any, variable: Any) -> str:
+def _path(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> str:
     has_name = variable.path.startswith(f"{optimizer.name}/")
     return str(variable.path) if has_name else f"{optimizer.name}/{variable.path}"
 
 
 @contextlib.contextmanager
-def _as_plain_keras_model(model: Any, plan: Plan) -> Iterator[None]:
+def _as_plain_keras_model(model: keras.Model, plan: Plan) -> Iterator[None]:
     """Build a model and make it a plain Keras model for a block; then undo all but the build."""
     attributes, model_class = vars(model), type(model)
     kept = {name: attributes.pop(name) for name in _OF_TRAINING if name in attributes}
@@ -272,7 +272,7 @@ def _as_plain_keras_model(model: Any, plan: Plan) -> Iterator[None]:
         attributes.update(kept)
 
 
-def _build(model: Any, backend: Backend, data: Any) -> None:
+def _build(model: keras.Model, backend: Backend, data: Nest) -> None:
     """Create all variables of a model and its optimizers, without a training step."""
     data = keras.tree.map_structure(_as_tensor, data)
     backend.build(keras.utils.pack_x_y_sample_weight(*data))
@@ -291,7 +291,7 @@ def _build(model: Any, backend: Backend, data: Any) -> None:
         )
 
 
-def _as_tensor(array: Any) -> Any:
+def _as_tensor(array: Tensor | None) -> Tensor | None:
     """Convert an array to a tensor as Keras does: floating-point numbers to `floatx`."""
     if array is None or keras.ops.is_tensor(array):
         return array
@@ -300,12 +300,12 @@ def _as_tensor(array: Any) -> Any:
     return keras.ops.convert_to_tensor(array.astype(dtype))
 
 
-def _value_of(variable: Any) -> Any:
+def _value_of(variable: keras.Variable) -> np.ndarray:
     """Return a copy of a variable's value as a NumPy array."""
     return np.array(keras.ops.convert_to_numpy(variable))
 
 
-def _add_rounding_errors(model: Any) -> None:
+def _add_rounding_errors(model: keras.Model) -> None:
     """Add a rounding error, up or down, to every weight, frozen ones included.
 
     Its size is that of the dtype in which the weight's layer computes.
@@ -318,7 +318,7 @@ def _add_rounding_errors(model: Any) -> None:
             variable.assign(rounded(_value_of(variable), error, generator))
 
 
-def _compute_dtypes(model: Any) -> dict[int, str]:
+def _compute_dtypes(model: keras.Model) -> dict[int, str]:
     """Return the compute dtype of each weight's layer, by id of the weight."""
     computed_in = {}
     for layer in layers_in(model):  # sublayers follow, and overwrite the dtype of their weights

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 
 from ga_model.base._internals import layers_in
 from ga_model.check._equivalence_report import EquivalenceReport
 
 
-def reasons(model: Any, report: EquivalenceReport) -> list[str]:
+def reasons(model: keras.Model, report: EquivalenceReport) -> list[str]:
     """Return sentences on why the trainings of a report differ, the warnings first."""
     sentences = [*report.reasons, *_structural_reasons(model, report)]
     if sentences or not report.is_finite:
@@ -28,7 +26,7 @@ def reasons(model: Any, report: EquivalenceReport) -> list[str]:
     ]
 
 
-def _structural_reasons(model: Any, report: EquivalenceReport) -> list[str]:
+def _structural_reasons(model: keras.Model, report: EquivalenceReport) -> list[str]:
     sentences = []
     if report.random_layers.left:
         sentences.append(

@@ -12,6 +12,7 @@ from ga_model._settings import Settings
 from ga_model._wrap import check_model
 from ga_model.base import _validate
 from ga_model.base._internals import compiled_loss
+from ga_model.base._types import Nest
 from ga_model.core.batch import part_of
 from ga_model.core.models import optimizers_in
 
@@ -19,7 +20,7 @@ from ga_model.core.models import optimizers_in
 class Plan(NamedTuple):
     """The samples and settings of a training with accumulation."""
 
-    data: tuple[Any, Any, Any]  # x, y and sample weights
+    data: tuple[Nest, Nest, Nest]  # x, y and sample weights
     rows: int  # number of samples
     batch_size: int  # samples per batch of `fit` with accumulation
     settings: Settings  # of the training with accumulation
@@ -38,7 +39,13 @@ class Plan(NamedTuple):
         return min(self.batch_size, self.settings.microbatch_size or self.batch_size)
 
 
-def make_plan(model: Any, data: Any, batch_size: Any, updates: Any, **settings: Any) -> Plan:
+def make_plan(
+    model: keras.Model,
+    data: tuple[Nest, Nest, Nest],
+    batch_size: int,
+    updates: int,
+    **settings: Any,
+) -> Plan:
     """Validate the arguments of `check_equivalence`, and take the samples that it needs.
 
     Settings default to those of the model.

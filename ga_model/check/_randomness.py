@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -12,6 +12,7 @@ from keras import ops
 
 from ga_model.base._internals import layers_in, takes_training
 from ga_model.base._method_patch import MethodPatch, without_training
+from ga_model.base._types import Tensor
 from ga_model.core.models import instances_in
 
 # Keras's attributes for the rate or width of noise. If all are zero, a layer draws nothing.
@@ -33,7 +34,7 @@ class Randomness(NamedTuple):
 
 
 @contextlib.contextmanager
-def shared_randomness(model: Any) -> Iterator[Randomness]:
+def shared_randomness(model: keras.Model) -> Iterator[Randomness]:
     """Make random layers of a model independent of how samples are split, if possible.
 
     The random numbers of a sample depend on its position in its batch, and a microbatch is another
@@ -41,9 +42,9 @@ def shared_randomness(model: Any) -> Iterator[Randomness]:
     layers with a `SeedGenerator` are called with `training=False`. The user's own layers are left
     as they are, because they may do more in training than draw numbers.
     """
-    shared: list[Any] = []
-    off: list[Any] = []
-    left: list[Any] = []
+    shared: list[keras.Layer] = []
+    off: list[keras.Layer] = []
+    left: list[keras.Layer] = []
     for layer in filter(_is_random, layers_in(model)):
         is_of_keras = type(layer).__module__.startswith("keras.") and takes_training(layer)
         (shared if _is_dropout(layer) else off if is_of_keras else left).append(layer)
@@ -53,18 +54,18 @@ def shared_randomness(model: Any) -> Iterator[Randomness]:
         yield Randomness(*([layer.name for layer in layers] for layers in (shared, off, left)))
 
 
-def _is_random(layer: Any) -> bool:
+def _is_random(layer: keras.Layer) -> bool:
     rates = [np.any(getattr(layer, name)) for name in _RATES if hasattr(layer, name)]
     draws = bool(instances_in(list(vars(layer).values()), keras.random.SeedGenerator))
     return draws and (not rates or any(rates))
 
 
-def _is_dropout(layer: Any) -> bool:
+def _is_dropout(layer: keras.Layer) -> bool:
     return type(layer).call is keras.layers.Dropout.call and "call" not in vars(layer)
 
 
-def _with_one_mask(layer: Any, seed: int) -> Callable[..., Any]:
-    def call(inputs: Any, training: bool = False) -> Any:
+def _with_one_mask(layer: keras.layers.Dropout, seed: int) -> Callable[..., Tensor]:
+    def call(inputs: Tensor, training: bool = False) -> Tensor:
         if not training:
             return inputs
         shape = (1, *(layer.noise_shape or (None,) * len(inputs.shape))[1:])

@@ -10,10 +10,11 @@ from typing import Any
 
 import keras
 
+from ga_model.base._types import Nest
 from ga_model.tools._process import CommandError
 
 
-def load(target: str) -> tuple[Any, tuple[Any, Any, Any]]:
+def load(target: str) -> tuple[keras.Model, tuple[Nest, Nest, Nest]]:
     """Call "FILE.py:function"; return model and (x, y, sample_weight), or raise CommandError."""
     arguments, sys.argv = sys.argv, [target.rpartition(":")[0]]
     try:
@@ -62,7 +63,7 @@ def _load_function(target: str) -> Callable[[], Any]:
     return member  # type: ignore[no-any-return]
 
 
-def _model_and_data(returned: Any) -> tuple[Any, tuple[Any, Any, Any]]:
+def _model_and_data(returned: Any) -> tuple[keras.Model, tuple[Nest, Nest, Nest]]:
     """Return model and (x, y, sample_weight) from the result of the user's function."""
     parts = list(returned) if isinstance(returned, tuple) else [returned]
     if not 2 <= len(parts) <= 4 or not isinstance(parts[0], keras.Model):

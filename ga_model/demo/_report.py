@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ga_model.demo._options import TOLERANCE
 from ga_model.tools._difference import relative_differences
 from ga_model.tools._table import megabytes, text_table
+
+if TYPE_CHECKING:
+    import matplotlib.figure
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,8 @@ class Result:
     """The result of a run."""
 
     run: Run
-    start: list[Any]  # the weights before training, in the model's order
-    weights: list[Any]
+    start: list[np.ndarray]  # the weights before training, in the model's order
+    weights: list[np.ndarray]
     updates: int  # number of updates that the optimizer made
     history: dict[str, list[float]]  # Keras's logs, a value per epoch
     seconds: float  # in `fit`, including tracing
@@ -117,8 +120,8 @@ def table(results: Sequence[Result]) -> str:
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 
 
-def draw(results: Sequence[Result]) -> Any:
-    """Return a `matplotlib.figure.Figure` of the losses and the memory."""
+def draw(results: Sequence[Result]) -> matplotlib.figure.Figure:
+    """Return a figure of the losses and the memory."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")

@@ -6,7 +6,6 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -59,14 +58,18 @@ def run_demo(settings: Settings, *, plot: Path | None) -> int:
     return 0 if is_reproduced else 1
 
 
-def load_dataset(settings: Settings) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+def load_dataset(
+    settings: Settings,
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Return the training and validation data: (samples, height, width, 1) images, labels."""
     load = {"digits": load_digits, "mnist": load_mnist}[settings.dataset]
     parts = [(x[..., np.newaxis].astype(settings.dtype), y) for x, y in load(settings.seed)]
     return parts[0], parts[1]
 
 
-def load_digits(seed: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+def load_digits(
+    seed: int,
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Return scikit-learn's digits of 8 x 8 pixels: 1,500 for training and 297 for validation."""
     try:
         from sklearn.datasets import load_digits
@@ -82,7 +85,9 @@ def load_digits(seed: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     return (x[:1500], y[:1500]), (x[1500:], y[1500:])
 
 
-def load_mnist(seed: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+def load_mnist(
+    seed: int,
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Return MNIST's digits of 28 x 28 pixels: 60,000 for training and 10,000 for validation."""
     try:
         (x, y), (x_validation, y_validation) = keras.datasets.mnist.load_data()

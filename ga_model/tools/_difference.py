@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 
-def change(value: Any, start: Any) -> Any:
+def change(value: np.ndarray, start: np.ndarray) -> np.ndarray:
     """Return the difference from the start, in float64; zero where both are infinite or NaN."""
     with np.errstate(all="ignore"):
         added = value.astype("float64") - start.astype("float64")
         return np.where((value == start) | (np.isnan(value) & np.isnan(start)), 0.0, added)
 
 
-def relative_differences(*values: Sequence[Any]) -> list[float]:
+def relative_differences(*values: Sequence[np.ndarray]) -> list[float]:
     """Return, per variable, ||change - reference change|| / ||reference change||.
 
     Args:
-        *values: lists of arrays: variables after training, at the start, and of the reference.
+        *values: variables after training, at the start, and of the reference.
     """
     return [_relative_difference(*arrays) for arrays in zip(*values)]
 
 
-def _relative_difference(value: Any, start: Any, reference: Any, reference_start: Any) -> float:
+def _relative_difference(
+    value: np.ndarray, start: np.ndarray, reference: np.ndarray, reference_start: np.ndarray
+) -> float:
     reference_change = change(reference, reference_start)
     with np.errstate(all="ignore"):
         error = np.linalg.norm(change(value, start) - reference_change)

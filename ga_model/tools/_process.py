@@ -16,7 +16,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext, SpawnContext
 
 
 class CommandError(Exception):
@@ -70,7 +73,7 @@ def in_own_process(name: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 @functools.cache
-def prepare() -> Any:
+def prepare() -> ForkServerContext | SpawnContext:
     """Return the `multiprocessing` context, and start its server.
 
     Call this before threads start processes: standard error is discarded while the server starts.
@@ -87,7 +90,9 @@ def prepare() -> Any:
     return context
 
 
-def _work(sender: Connection, messages: Path, function: Callable[..., Any], args: Any) -> None:
+def _work(
+    sender: Connection, messages: Path, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     with messages.open("ab") as stream, errors_to(stream):
         try:
             sender.send(function(*args))
