@@ -103,7 +103,7 @@ class AccumulatingModel(ModelSettings, _Base):
     ```
     """
 
-    train_function: Callable[..., Any] | None
+    train_function: Any
     optimizer: keras.optimizers.Optimizer
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import keras
+
 from ga_model.base._internals import compiled_loss
 from ga_model.base._types import Nest, Tensor
 from ga_model.core.models import current_recording
 
 if TYPE_CHECKING:
-    import keras
     from keras import Model as _Base  # what `super()` finds
 else:
     _Base = object

@@ -6,15 +6,13 @@ import functools
 import random
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import keras
 import numpy as np
 
 from ga_model.base._context import ThreadValue
 from ga_model.base._internals import layers_in, unwrapped
-
-if TYPE_CHECKING:
-    import keras
 
 # Whether this thread is inside a call that is split. Calls inside it are not split again.
 inside_of_call = ThreadValue(False)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import keras
 
 from ga_model.base._types import Tensor
-
-if TYPE_CHECKING:
-    import keras
 
 # Methods of a model that are part of its step and logs on JAX only.
 MORE_METHODS_OF_STEP = (

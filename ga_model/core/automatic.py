@@ -12,15 +12,14 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
+
+import keras
 
 from ga_model.base import _numbers, _validate
 from ga_model.base._internals import add_note
 from ga_model.core.backend import Backend
 from ga_model.tools import _memory
-
-if TYPE_CHECKING:
-    import keras
 
 _MARGIN = 0.1  # fraction of the available memory to leave free
 _SMALL = 0.02  # fraction of the available memory that is negligible

@@ -8,6 +8,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import keras
+
 from ga_model.base._call_again import PythonState
 from ga_model.base._context import ThreadValue, is_unnoted
 from ga_model.base._identity import unique
@@ -21,8 +23,6 @@ from ga_model.core.of_user import others_of_user
 from ga_model.core.stand_ins import APPLY, SCALE_LOSS
 
 if TYPE_CHECKING:
-    import keras
-
     from ga_model.core.call_types import IsolatedCall, Split, Traced
     from ga_model.core.proof.noted import Draws, Noted
     from ga_model.core.recorder import Recording

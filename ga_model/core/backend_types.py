@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
+
+import keras
 
 from ga_model.base._types import Gradient, Nest, Scalar
-
-if TYPE_CHECKING:
-    import keras
 
 # The groups of variables of a model, as Keras's attributes `trainable_variables` and so on.
 Group = Literal["trainable", "non_trainable", "optimizer", "metrics"]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import keras
 
 from ga_model.base._types import Scalar, Tensor
 from ga_model.core.statistics import Moments
-
-if TYPE_CHECKING:
-    import keras
 
 
 class Traced(NamedTuple):

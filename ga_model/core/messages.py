@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import keras
+import keras
 
+if TYPE_CHECKING:
     from ga_model.core.proof.verdict import Verdict
 
 ALONE = (

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import keras
 
 from ga_model._settings import Settings, passed
 from ga_model.base import _validate
@@ -15,9 +17,6 @@ from ga_model.core.backend import Backend
 from ga_model.core.models import optimizers_in
 from ga_model.core.noise import GradientNoise
 from ga_model.core.updates import Counters
-
-if TYPE_CHECKING:
-    import keras
 
 
 class ModelState:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import keras
 
 from ga_model.base._types import Scalar
 from ga_model.core.backend_types import Applied
 from ga_model.core.proof.verdict import Verdict
 from ga_model.core.recorder import Update
 from ga_model.core.statistics import Call
-
-if TYPE_CHECKING:
-    import keras
 
 
 class Numbers(NamedTuple):

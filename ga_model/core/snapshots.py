@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+
+import keras
 
 from ga_model.base._identity import unique
 from ga_model.base._internals import global_seed, layers_in, own_state, seeds, set_global_seed
-
-if TYPE_CHECKING:
-    import keras
 
 
 def state_variables(

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import keras
 
 from ga_model.base import _numbers
 from ga_model.base._internals import forgetting_losses
@@ -22,9 +24,6 @@ from ga_model.core.models import is_of_keras
 from ga_model.core.modes import Mode, Numbers, Structure
 from ga_model.core.recorded_step import RecordedStep
 from ga_model.core.window import Amount, Rows, Sums, is_list
-
-if TYPE_CHECKING:
-    import keras
 
 
 class Steps:

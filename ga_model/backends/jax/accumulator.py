@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
+import keras
 
 from ga_model.base._names import answering
 from ga_model.core.accumulator import Accumulator, added
-
-if TYPE_CHECKING:
-    import keras
 
 
 class GradientAccumulator(Accumulator):

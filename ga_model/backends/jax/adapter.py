@@ -115,7 +115,7 @@ class JaxBackend(Backend):
     def copied(self, nest: Nest) -> Nest:
         return jax.tree.map(jnp.copy, nest)
 
-    def zeros(self, name: Hashable, shapes: Sums) -> Sums:
+    def zeros(self, name: str | tuple[Hashable, ...], shapes: Sums) -> Sums:
         def nothing(shape: jax.ShapeDtypeStruct) -> jax.Array:
             zeros = jnp.zeros(shape.shape, shape.dtype)
             return zeros if shape.dtype == bool else -zeros

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import keras
 import tensorflow as tf
 
 from ga_model.backends.tensorflow import optimizers, replicas
@@ -16,9 +17,6 @@ from ga_model.core.accumulator import Accumulator, nothing
 from ga_model.core.backend_types import Applied
 from ga_model.core.models import is_of_keras
 from ga_model.core.window import Largest, Positions, Rows, shrinkage, shrunk, values_of, with_values
-
-if TYPE_CHECKING:
-    import keras
 
 
 class GradientAccumulator(Accumulator):

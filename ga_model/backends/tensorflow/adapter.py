@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+import keras
 import tensorflow as tf
 
 from ga_model.backends.tensorflow import layer_calls, optimizers, replicas, sparse, workers
@@ -46,9 +47,6 @@ from ga_model.core.models import optimizers_in, unrecorded
 from ga_model.core.recorder import CannotAccumulateError, Recording
 from ga_model.core.snapshots import state_variables
 from ga_model.core.window import Amount, Largest, Rows, Sums, with_values
-
-if TYPE_CHECKING:
-    import keras
 
 
 def _move(applied: Applied, gradients: list[Gradient], rate: tf.Tensor) -> None:
@@ -170,7 +168,7 @@ class TensorFlowBackend(Backend):
     def copied(self, nest: Nest) -> Nest:
         return tf.nest.map_structure(_copied, nest)
 
-    def zeros(self, name: Hashable, shapes: Sums) -> Sums:
+    def zeros(self, name: str | tuple[Hashable, ...], shapes: Sums) -> Sums:
         if self.replicas is not None:
             zeros = self.compiled(name, lambda: tf.nest.map_structure(nothing, shapes), [])
             return cast(Sums, zeros())

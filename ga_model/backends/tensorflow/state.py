@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+import keras
 import tensorflow as tf
 
 from ga_model.backends.tensorflow.replicas import copies
 from ga_model.base._internals_tf import value_of
 from ga_model.core.snapshots import VariableSnapshot
-
-if TYPE_CHECKING:
-    import keras
 
 
 class State(VariableSnapshot):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import keras
 import torch
 
 from ga_model.backends.torch import refusals
@@ -12,9 +11,6 @@ from ga_model.base._names import answering
 from ga_model.core.accumulator import Accumulator, added, check_optimizer
 from ga_model.core.backend_types import Applied
 from ga_model.core.window import Sums
-
-if TYPE_CHECKING:
-    import keras
 
 
 class GradientAccumulator(Accumulator):

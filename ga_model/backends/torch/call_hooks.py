@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import keras
 import torch
 
 from ga_model.base._context import ThreadValue
@@ -21,9 +22,6 @@ from ga_model.base._internals_torch import (
     hooks_on_gradient,
 )
 from ga_model.base._method_patch import MethodPatch
-
-if TYPE_CHECKING:
-    import keras
 
 _noted = ThreadValue()
 

@@ -6,17 +6,14 @@ So the gradients of a microbatch are never all in memory at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
+import keras
 import torch
 
 from ga_model.base import _numbers
 from ga_model.base._internals import raw
 from ga_model.base._internals_torch import has_hooks_on_sum
 from ga_model.base._types import Scalar
-
-if TYPE_CHECKING:
-    import keras
 
 
 class GradientSums:

@@ -18,8 +18,9 @@ import itertools
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import keras
 import torch
 
 from ga_model.base import _numbers
@@ -28,9 +29,6 @@ from ga_model.base._types import Scalar
 from ga_model.core.backend_types import Applied
 from ga_model.core.noise import Squares
 from ga_model.core.window import Sums
-
-if TYPE_CHECKING:
-    import keras
 
 _BUCKET = 25 * 2**20  # bytes summed at a time, as in `DistributedDataParallel`
 _WINDOW, _END, _EPOCH, _FINISH = range(4)

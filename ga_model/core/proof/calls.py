@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
+from numpy.typing import ArrayLike
 
 from ga_model.base._types import Nest, Tensor
 from ga_model.core.proof.windows import norm_of, rounded
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
 
 TOTAL = 5  # samples of a trial, in parts of three and two
 KNOWN = 4 * TOTAL  # samples taken from a batch, for four trials

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import keras
 import numpy as np
 
 from ga_model.base import _numbers
@@ -14,9 +15,6 @@ from ga_model.base._types import Scalar
 from ga_model.core.losses import Kinds
 from ga_model.core.proof.noted import site_of
 from ga_model.core.proof.weighing import Seen, Watched, Weighing
-
-if TYPE_CHECKING:
-    import keras
 
 WATCHED = 1e-5  # relative tolerance for watched scalars
 LAST = Weighing("last")  # the last microbatch has the number of the full batch

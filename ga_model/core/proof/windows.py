@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ga_model.base._types import Gradient, Scalar
 from ga_model.core.proof.weighing import Seen, Weighing
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
     from ga_model.core.proof.runner import StepRunner
 
 MOVES_BY = 0.03  # the surrogate update moves weights by this fraction of their norm
