@@ -12,9 +12,9 @@ import keras
 from ga_model._settings import NAMES
 from ga_model.base import _validate
 from ga_model.base._internals import num_updates
-from ga_model.base._internals_jax import put_values_back
+from ga_model.base._internals_jax import sync_variables
 from ga_model.base._names import check_fit
-from ga_model.base._types import Scalar
+from ga_model.base._types import Logs
 from ga_model.core.models import optimizers_in
 
 
@@ -35,29 +35,29 @@ class CloseWindow(keras.callbacks.Callback):
         self._num_updates = 0  # as last reported to listeners
         self.has_begun = False
 
-    def on_train_begin(self, logs: dict[str, Scalar] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         self._accumulating._accumulation.discard_window()
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Scalar] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         # The first epoch may not be 0: `BackupAndRestore` resumes at a later one.
         backend = self._accumulating._accumulation.backend
         backend.begin_epoch(epoch, is_first=not self.has_begun)
         self.has_begun = True
         self._num_updates = count_updates(self._accumulating)
 
-    def on_train_end(self, logs: dict[str, Scalar] | None = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         self._accumulating._accumulation.backend.finish_fit()
 
-    def on_test_begin(self, logs: dict[str, Scalar] | None = None) -> None:
+    def on_test_begin(self, logs: Logs | None = None) -> None:
         self._accumulating.close_window()
         self.notify_listeners(logs)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Scalar] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         self._accumulating._accumulation.warn_of_no_effect()
         self._accumulating.close_window()
         self.notify_listeners(logs)
 
-    def notify_listeners(self, logs: dict[str, Scalar] | None) -> None:
+    def notify_listeners(self, logs: Logs | None) -> None:
         """Call `on_update_end` of the listeners if there was an update since the last call."""
         if self._listeners and (number := count_updates(self._accumulating)) != self._num_updates:
             self._num_updates = number
@@ -68,13 +68,13 @@ class CloseWindow(keras.callbacks.Callback):
 class _NotifyListeners(CloseWindow):
     """`CloseWindow` for listeners. If a callback defines this hook, Keras waits for each batch."""
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Scalar] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self.notify_listeners(logs)
 
 
 def count_updates(model: keras.Model) -> int:
     """Return the number of updates so far; with several optimizers, the largest of theirs."""
-    put_values_back(model)
+    sync_variables(model)
     optimizers = model._accumulation.backend.optimizers()
     numbers = [num_updates(optimizer) for optimizer in optimizers]  # variables or arrays
     return max((int(n.numpy() if hasattr(n, "numpy") else n) for n in numbers), default=0)
@@ -208,17 +208,17 @@ class AccumulationScheduler(keras.callbacks.Callback):
         _validate.check_single_accumulation(optimizers_in(vars(model)), self._max_steps)
         super().set_model(model)
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Scalar] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._num_updates = None
         if not self._by_update:
             self.model.accumulation_steps = self._steps_at(epoch)
 
-    def on_train_batch_begin(self, batch: int, logs: dict[str, Scalar] | None = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         if self._by_update and (number := count_updates(self.model)) != self._num_updates:
             self._num_updates = number
             self.model.accumulation_steps = self._steps_at(number)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Scalar] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if self._log and logs is not None:
             logs["accumulation_steps"] = self.model.accumulation_steps
             logs["num_updates"] = count_updates(self.model)

@@ -15,7 +15,7 @@ from ga_model._engine import Backend, Hooks
 from ga_model._model_settings import ModelSettings
 from ga_model._settings import NAMES, UNCHANGED, Settings, passed
 from ga_model.base._method_patch import MethodPatch
-from ga_model.base._names import check_names_for, showing, showing_only
+from ga_model.base._names import check_names_for, typed_with_signature_of, with_signature_of
 from ga_model.base._types import Nest, Scalar, Tensor
 from ga_model.core.driver import Driver
 from ga_model.core.models import optimizers_in
@@ -135,7 +135,7 @@ class AccumulatingModel(ModelSettings, _Base):
 
     # Called by users.
 
-    @showing(keras.Model.compile)
+    @with_signature_of(keras.Model.compile)
     def compile(
         self,
         *args: Any,
@@ -258,12 +258,12 @@ class AccumulatingModel(ModelSettings, _Base):
 
     # Called by Keras.
 
-    @showing_only(keras.Model.fit)
+    @typed_with_signature_of(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         """Train as `keras.Model.fit` does. The last window of each epoch makes an update."""
         return run_fit(self, super().fit, args, kwargs)
 
-    @showing_only(keras.Model.train_on_batch)
+    @typed_with_signature_of(keras.Model.train_on_batch)
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Nest:
         """Train on one batch as `keras.Model.train_on_batch` does.
 
@@ -271,7 +271,7 @@ class AccumulatingModel(ModelSettings, _Base):
         """
         with _keeping_metrics.of([self] if self._accumulation.has_open_window() else []):
             logs = super().train_on_batch(*args, **kwargs)
-        self._accumulation.warn_of_what_was_done()
+        self._accumulation.warn_after_training()
         return logs
 
     @_accumulated
@@ -320,7 +320,7 @@ class AccumulatingModel(ModelSettings, _Base):
         """The `on_update` that the user defined, or None."""
         return None if type(self).on_update is AccumulatingModel.on_update else self.on_update
 
-    def _has_rule(self) -> bool:
+    def _overrides_microbatch_weight(self) -> bool:
         """Return whether the user has overridden `microbatch_weight`."""
         return type(self).microbatch_weight is not AccumulatingModel.microbatch_weight
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import keras
 
 from ga_model.base import _validate
-from ga_model.base._types import Scalar
+from ga_model.base._types import Logs
 from ga_model.core.noise import Averages, GradientNoise
 
 _LOG = "gradient_noise_scale"
@@ -157,7 +157,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         _validate.check_accumulates("GradientNoiseScale", model)
         super().set_model(model)
 
-    def on_train_begin(self, logs: dict[str, Scalar] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         model = self.model
         is_split = model.microbatch_size is not None and not model._accumulation.takes_full_batch()
         if not (model.accumulation_steps > 1 or is_split or model._accumulation.is_scheduled):
@@ -177,7 +177,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         noise.start(self, self._decay)
         self._noise = noise
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Scalar] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         scales = self.noise_scales
         is_measured = any(scale.averages.num_windows for scale in scales.values())
         if not (is_measured or self.model._accumulation.is_scheduled):
@@ -189,7 +189,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         else:
             logs.update({f"{_LOG}_{name}": s.noise_scale for name, s in scales.items()})
 
-    def on_train_end(self, logs: dict[str, Scalar] | None = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         self._noise_scales = self.noise_scales
         if self._noise is not None:
             self._noise.stop()

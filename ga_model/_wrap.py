@@ -11,11 +11,11 @@ import keras
 from ga_model._model import AccumulatingModel
 from ga_model._settings import UNCHANGED, Settings, passed
 from ga_model.base._internals import unpickling
-from ga_model.base._names import answering
+from ga_model.base._names import suggests_argument_names
 from ga_model.core.models import optimizers_in
 
 
-@answering
+@suggests_argument_names
 def accumulate(
     model: keras.Model,
     *,

@@ -3,7 +3,7 @@
 import keras
 from keras import layers
 
-from ga_model.base._call_again import inside_of_call
+from ga_model.base._python_state import inside_split_call
 from ga_model.core.models import recording_of_thread
 
 BACKEND = keras.backend.backend()
@@ -55,7 +55,7 @@ def limited(memory):
     """Return a layer that hands on what it gets, if it fits."""
 
     def take(x):
-        trains = recording_of_thread.get() is not None or inside_of_call.get()
+        trains = recording_of_thread.get() is not None or inside_split_call.get()
         if BACKEND == "torch":  # else nothing is kept for a gradient
             trains = trains and torch.is_grad_enabled()
         if not trains or x.shape[0] == 0:

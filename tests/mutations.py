@@ -69,15 +69,15 @@ a window stays open at an epoch's end: _callbacks.py
 
 a window stays open for validation: _callbacks.py
 conformance/test_callbacks_everywhere.py
--on_test_begin(self, logs: Any = None) -> None:
+-on_test_begin(self, logs: Logs | None = None) -> None:
 -        self._accumulating.close_window()
-+on_test_begin(self, logs: Any = None) -> None:
++on_test_begin(self, logs: Logs | None = None) -> None:
 
 fit goes on with the window that a loop has left: _callbacks.py
 conformance/test_around_updates.py::test_a_fit_begins_with_an_empty_window
--on_train_begin(self, logs: Any = None) -> None:
+-on_train_begin(self, logs: Logs | None = None) -> None:
 -        self._accumulating._accumulation.discard_window()
-+on_train_begin(self, logs: Any = None) -> None:
++on_train_begin(self, logs: Logs | None = None) -> None:
 +        pass
 
 an open window is forgotten where accumulation_steps becomes 1: core/model_state.py
@@ -96,7 +96,7 @@ the loss is tracked once per microbatch: core/metric_calls.py
 
 a check leaves the Python state of a model as its trainings have made it: check/_compare.py
 check/test_check.py::test_state_that_keras_does_not_track_is_as_before
--        self._python.put_back()
+-        self._python.restore()
 -        attributes
 +        attributes
 
@@ -159,7 +159,7 @@ commands/test_bench.py::test_ratios_are_medians_over_rounds_of_the_same_round
 +[seconds / min(reference.seconds_per_sample) for
 
 a later microbatch does not shrink the sums in an earlier unit: core/window.py
--    return _numbers.where(unit == 0, 1.0, _numbers.share(unit, later))
+-    return _numbers.where(unit == 0, 1.0, _numbers.divide_or_zero(unit, later))
 +    return _numbers.where(unit == 0, 1.0, 1.0)
 
 a graph takes every microbatch for one as heavy as those before: base/_numbers.py

@@ -33,4 +33,4 @@ class ThreadValue:
             self._local.value = outer
 
 
-is_unnoted = ThreadValue(False)  # whether scalars are the package's own, which `noting` skips
+is_package_code = ThreadValue(False)  # whether scalars are the package's own, which `noting` skips

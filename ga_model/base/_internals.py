@@ -71,7 +71,7 @@ def training_of_call(layer: keras.Layer) -> Scalar | None:
     return context.training  # up to Keras 3.9
 
 
-def call_scopes() -> Callable[[], contextlib.AbstractContextManager[None]]:
+def saved_call_scopes() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Return a function whose contexts restore the scopes of the current layer call."""
     names = ("current_call_ctx", "autocast_scope")
     saved = [(name, global_state.get_global_attribute(name)) for name in names]
@@ -107,7 +107,7 @@ def is_built(
     return all(getattr(s, "built", True) and getattr(s, "_built", True) for s in states)
 
 
-def own_state(layer: keras.Layer) -> list[keras.Variable]:
+def layer_state(layer: keras.Layer) -> list[keras.Variable]:
     """Return the non-trainable variables of a layer, without those of sublayers."""
     if (states := vars(layer).get("states")) is None:
         return list(layer._non_trainable_variables)
@@ -138,7 +138,7 @@ def seeds(layer: keras.Layer) -> list[keras.Variable]:
     return [generator.state for generator in layer._seed_generators]
 
 
-def ids_of_seeds(layer: keras.Layer) -> set[int]:
+def seed_ids(layer: keras.Layer) -> set[int]:
     """Return the ids of the seed variables of a layer and its sublayers."""
     return {id(state) for part in layers_in(layer) for state in seeds(part)}
 
@@ -224,7 +224,7 @@ def num_updates(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     return getattr(optimizer, "inner_optimizer", optimizer).iterations
 
 
-def counter_of(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
+def iterations_variable(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     """Return the variable that counts the calls of `apply`, also those without an update."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     return optimizer._iterations if hasattr(optimizer, "_iterations") else optimizer.iterations
@@ -271,8 +271,8 @@ def set_losses(compiled: keras.losses.Loss, losses: list[Any]) -> None:
 same_rank: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = squeeze_or_expand_to_same_rank
 
 # Divide a loss by the number of replicas as Keras does, and undo it.
-scaled_for_replicas: Callable[[Tensor], Tensor] = scale_loss_for_distribution
-unscaled_for_replicas: Callable[[Tensor], Tensor] = unscale_loss_for_distribution
+scale_for_replicas: Callable[[Tensor], Tensor] = scale_loss_for_distribution
+unscale_for_replicas: Callable[[Tensor], Tensor] = unscale_loss_for_distribution
 
 # Variables, and scopes in which they have other values.
 
@@ -296,7 +296,7 @@ def losses_of_scope(scope: keras.StatelessScope) -> list[Tensor]:
     return losses
 
 
-def adder_of(loss: Tensor, layer: keras.Layer) -> keras.Layer | None:
+def layer_of_loss(loss: Tensor, layer: keras.Layer) -> keras.Layer | None:
     """Return the layer or sublayer that added a loss in a stateless scope.
 
     None if the loss is that of a weight regularizer.
@@ -304,7 +304,9 @@ def adder_of(loss: Tensor, layer: keras.Layer) -> keras.Layer | None:
     return next((part for part in layers_in(layer) if id(loss) in part._loss_ids), None)
 
 
-def scope_of(variables: Iterable[keras.Variable], values: Iterable[Tensor]) -> keras.StatelessScope:
+def stateless_scope_with(
+    variables: Iterable[keras.Variable], values: Iterable[Tensor]
+) -> keras.StatelessScope:
     """Return a `keras.StatelessScope` in which variables have the values, without autocast."""
     scope = keras.StatelessScope(collect_losses=True)
     scope.state_mapping.update((id(variable), v) for variable, v in zip(variables, values))

@@ -18,13 +18,13 @@ MORE_METHODS_OF_STEP = (
 )
 
 
-def put_values_back(model: keras.Model) -> None:
+def sync_variables(model: keras.Model) -> None:
     """Write the values that Keras keeps in arrays during `fit` on JAX to a model's variables."""
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()
 
 
-def leave_values(model: keras.Model, values: Mapping[Any, Iterable[Tensor]]) -> None:
+def restore_variables(model: keras.Model, values: Mapping[Any, Iterable[Tensor]]) -> None:
     """Make Keras write values to the variables of a model after a failed step.
 
     Args:

@@ -47,7 +47,7 @@ def shape_of(tensor: tf.Tensor) -> tuple[int | None, ...] | None:
     return tensor._shape_tuple()  # type: ignore[no-any-return]
 
 
-def is_followed(tensor: tf.Tensor) -> bool:
+def is_watched_by_tape(tensor: tf.Tensor) -> bool:
     """Return whether a tape watches a tensor."""
     return bool(record.should_record_backprop([tensor]))
 
@@ -63,13 +63,13 @@ def has_second_derivatives(tensors: Sequence[tf.Tensor]) -> bool:
     return bool(kind == gradients_util.POSSIBLE_GRADIENT_TYPES_HIGHER_ORDER)
 
 
-def unseen_by_tapes() -> contextlib.AbstractContextManager[None]:
+def pause_tapes() -> contextlib.AbstractContextManager[None]:
     """Return a context in which this thread's tapes record nothing."""
     return record.stop_recording()  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
-def seen_by_tapes() -> Iterator[None]:
+def resume_tapes() -> Iterator[None]:
     """Let tapes record in a block, also inside a `tf.init_scope`, which stops them."""
     is_stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
     if is_stopped:
@@ -115,7 +115,7 @@ def is_branch(graph: tf.Graph) -> bool:
 
 
 @contextlib.contextmanager
-def seeing_operations(
+def observing_operations(
     see: Callable[[str, Sequence[tf.Tensor], Sequence[tf.Tensor]], Sequence[tf.Tensor] | None],
 ) -> Iterator[None]:
     """Call `see` with each operation that a block adds to the current graph, or runs eagerly.
@@ -186,7 +186,7 @@ def _seen_by(
 
 
 @contextlib.contextmanager
-def noting_writes(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable]]:
+def recording_writes(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable]]:
     """Yield a list that contains, after the block, the variables that the block wrote to."""
     by_handle = {id(variable.handle): variable for variable in variables}
     touched: list[int] = []  # ids of the inputs, such as handles, of operations that do not read
@@ -197,7 +197,7 @@ def noting_writes(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable
 
     written: list[tf.Variable] = []
     if tf.executing_eagerly():
-        with seeing_operations(see):
+        with observing_operations(see):
             yield written
     else:
         graph = ops.get_default_graph()

@@ -31,7 +31,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Arguments = ParamSpec("_Arguments")
 
 
-def answering(function: _Function) -> _Function:
+def suggests_argument_names(function: _Function) -> _Function:
     """Make a function reject wrong argument names and extra positional ones with the right name."""
     parameters = inspect.signature(function).parameters
     keywords = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
@@ -50,7 +50,7 @@ def answering(function: _Function) -> _Function:
     return checked  # type: ignore[return-value]
 
 
-def showing(shown: Callable[..., Any]) -> Callable[[_Function], _Function]:
+def with_signature_of(shown: Callable[..., Any]) -> Callable[[_Function], _Function]:
     """Give a method that forwards `*args` the signature of `shown`, plus its own keywords."""
 
     def decorated(function: _Function) -> _Function:
@@ -64,11 +64,11 @@ def showing(shown: Callable[..., Any]) -> Callable[[_Function], _Function]:
     return decorated
 
 
-def showing_only(
+def typed_with_signature_of(
     shown: Callable[_Arguments, Any],
 ) -> Callable[[Callable[..., Any]], Callable[_Arguments, Any]]:
-    """Do as `showing`, typed for checkers, for a method without keywords of its own."""
-    return showing(shown)
+    """Do as `with_signature_of`, typed for checkers, for a method without keywords of its own."""
+    return with_signature_of(shown)
 
 
 def check_names(function: str, given: Mapping[str, object], known: Iterable[str]) -> None:

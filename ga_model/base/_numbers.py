@@ -38,17 +38,17 @@ def is_not(flag: Scalar) -> Scalar:
     return not flag if isinstance(flag, bool) else ~flag
 
 
-def constant(value: Scalar) -> Scalar:
+def without_gradient(value: Scalar) -> Scalar:
     """Return a scalar without gradient."""
     return keras.ops.stop_gradient(value) if keras.ops.is_tensor(value) else value
 
 
-def not_zero(weight: Scalar, rows: Scalar) -> Scalar:
+def at_least_minimum(weight: Scalar, rows: Scalar) -> Scalar:
     """Return a weight, or `LEAST_WEIGHT` if it is zero and there are samples."""
     return where((weight == 0) & (rows > 0), LEAST_WEIGHT, float64(weight))
 
 
-def if_so(flag: Scalar, value: Tensor | Scalar) -> Tensor | Scalar:
+def where_or_zero(flag: Scalar, value: Tensor | Scalar) -> Tensor | Scalar:
     """Return a value, or zero (False) of its type if a bool scalar is False."""
     if isinstance(value, bool):
         return flag & value
@@ -74,7 +74,7 @@ if keras.backend.backend() == "tensorflow":
             return tf.constant(value, tf.float64)
         return tf.cast(value, tf.float64)
 
-    def share(part: Tensor | Scalar, whole: Tensor | Scalar) -> Tensor | Scalar:
+    def divide_or_zero(part: Tensor | Scalar, whole: Tensor | Scalar) -> Tensor | Scalar:
         """Return `part / whole`, or zero if `whole` is zero."""
         if not (tf.is_tensor(part) and tf.is_tensor(whole) and part.dtype == whole.dtype):
             part, whole = float64(part), float64(whole)
@@ -178,7 +178,7 @@ elif keras.backend.backend() == "jax":
 
     # Computed with rank 1: for `noting`, scalars of a step are candidates for its loss's divisor.
 
-    def share(part: Tensor | Scalar, whole: Tensor | Scalar) -> Tensor | Scalar:
+    def divide_or_zero(part: Tensor | Scalar, whole: Tensor | Scalar) -> Tensor | Scalar:
         part, whole = (jnp.asarray(value)[None] for value in (part, whole))
         return jnp.where(whole == 0, 0.0, part / jnp.where(whole == 0, 1.0, whole))[0]
 
@@ -211,7 +211,7 @@ else:
             return float(value)
         return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
 
-    def share(part: Tensor | Scalar, whole: Tensor | Scalar) -> Tensor | Scalar:
+    def divide_or_zero(part: Tensor | Scalar, whole: Tensor | Scalar) -> Tensor | Scalar:
         if torch.is_tensor(whole):  # may have an entry per channel
             return torch.where(whole == 0, 0.0, part / torch.where(whole == 0, 1.0, whole))
         return part / whole if whole else 0.0

@@ -15,18 +15,18 @@ import numpy as np
 from ga_model._engine import Backend
 from ga_model._settings import UNCHANGED, passed
 from ga_model._wrap import accumulate
-from ga_model.base._call_again import Attributes
 from ga_model.base._identity import unique
 from ga_model.base._internals import global_seed, is_built, layers_in
+from ga_model.base._python_state import Attributes
 from ga_model.base._types import Nest, Tensor
 from ga_model.check import _diagnosis
 from ga_model.check._equivalence_report import EquivalenceReport, VariableDifference
 from ga_model.check._plan import Plan, make_plan
 from ga_model.check._randomness import Randomness, shared_randomness
-from ga_model.core.batch import part_of
+from ga_model.core.batch import samples_between
 from ga_model.core.models import optimizers_in
-from ga_model.core.of_user import others_of_user
 from ga_model.core.proof.windows import rounded
+from ga_model.core.user_code import others_of_user
 from ga_model.tools._difference import change, relative_differences
 
 # Attributes of a model that accumulation sets, or that were traced with its settings.
@@ -233,10 +233,10 @@ class _State:
         for variable, value in self._start:
             variable.assign(value)
         if keras.backend.backend() == "tensorflow":
-            self._other_variables.put_back()
+            self._other_variables.restore()
         attributes = vars(self._model)
         kept = {name: attributes[name] for name in _OF_TRAINING if name in attributes}
-        self._python.put_back()
+        self._python.restore()
         attributes.update(kept)
 
 
@@ -256,16 +256,16 @@ def _as_plain_keras_model(model: keras.Model, plan: Plan) -> Iterator[None]:
         with contextlib.nullcontext() if strategy is None else strategy.scope():
             backend = Backend(model)
             before = backend.state() if is_built(model, model.metrics) else None
-            _build(model, backend, part_of(plan.data, 0, plan.microbatch_rows))
+            _build(model, backend, samples_between(plan.data, 0, plan.microbatch_rows))
             if before is not None:
-                before.put_back()
+                before.restore()
             state = backend.state()
             try:
                 yield
             finally:
                 # Assigning `model.__class__` fails, as it is a property if the model is wrapped.
                 object.__dict__["__class__"].__set__(model, model_class)
-                state.put_back()
+                state.restore()
     finally:
         for name in _OF_TRAINING:
             attributes.pop(name, None)

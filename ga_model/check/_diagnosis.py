@@ -13,7 +13,7 @@ def reasons(model: keras.Model, report: EquivalenceReport) -> list[str]:
     sentences = [*report.reasons, *_structural_reasons(model, report)]
     if sentences or not report.is_finite:
         return sentences
-    if model._has_rule():
+    if model._overrides_microbatch_weight():
         return [
             "The model has a `microbatch_weight` of its own, with which nothing is tried. If you "
             "override `microbatch_weight`, it must return what the loss is divided by, or 'sum'; "

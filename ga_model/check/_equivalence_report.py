@@ -59,7 +59,7 @@ class VariableDifference(NamedTuple):
         return self.difference <= self.tolerance
 
     @property
-    def is_told(self) -> bool:
+    def is_comparable(self) -> bool:
         """Whether the variable can be compared."""
         return math.isfinite(self.tolerance)
 
@@ -115,10 +115,10 @@ class EquivalenceReport(NamedTuple):
         """
         if not self.is_finite:
             return "undecided"
-        if any(v.is_told and not v.is_equal for v in self.variables):
+        if any(v.is_comparable and not v.is_equal for v in self.variables):
             return "undecided" if self.random_layers.left else "different"
         moved = [v for v in self.variables if v.is_moved_weight]
-        comparable = [v for v in moved if v.is_told]
+        comparable = [v for v in moved if v.is_comparable]
         is_conclusive = 2 * len(comparable) >= len(moved) and (
             sum(v.size for v in comparable) >= _COMPARABLE_SHARE * sum(v.size for v in moved)
         )
@@ -134,7 +134,7 @@ class EquivalenceReport(NamedTuple):
         """The variables, sorted by how far they exceed their tolerance, largest first."""
 
         def excess(variable: VariableDifference) -> float:
-            if not variable.is_told or not variable.difference:
+            if not variable.is_comparable or not variable.difference:
                 return 0.0
             ratio = variable.difference / (variable.tolerance or math.ulp(0.0))
             return math.inf if math.isnan(ratio) else ratio
@@ -162,8 +162,8 @@ class EquivalenceReport(NamedTuple):
                     **v._asdict(),
                     "difference": _finite(v.difference),
                     "rounding": _finite(v.rounding),
-                    "tolerance": v.tolerance if v.is_told else None,
-                    "is_equal": v.is_equal if v.is_told else None,
+                    "tolerance": v.tolerance if v.is_comparable else None,
+                    "is_equal": v.is_equal if v.is_comparable else None,
                 }
                 for v in self.worst
             ],
@@ -203,7 +203,7 @@ class EquivalenceReport(NamedTuple):
         if self.loss_over != "auto":
             settings += f", loss_over={self.loss_over!r}"
         number = "1 update" if self.updates == 1 else f"{self.updates} updates"
-        worst = next((v for v in self.worst if v.is_told), None)
+        worst = next((v for v in self.worst if v.is_comparable), None)
         finding = (
             "the check cannot tell whether the weights equal those of the full batch in plain Keras"
         )
@@ -219,7 +219,7 @@ class EquivalenceReport(NamedTuple):
     def _rows(self) -> list[list[str]]:
         rows = []
         for variable in [v for v in self.worst if v.difference][:_MOST_ROWS] or self.worst[:1]:
-            tolerance = f"{variable.tolerance:.1e}" if variable.is_told else "-"
+            tolerance = f"{variable.tolerance:.1e}" if variable.is_comparable else "-"
             numbers = [f"{variable.difference:.1e}", f"{variable.rounding:.1e}", tolerance]
             rows.append([variable.path, *numbers, "" if variable.is_equal else "differs"])
         return rows
@@ -250,7 +250,7 @@ class EquivalenceReport(NamedTuple):
                 "For the comparison, these layers ran without their random numbers, as in "
                 f"inference: {_list(off)}."
             )
-        num_hidden = sum(not v.is_told for v in self.variables)
+        num_hidden = sum(not v.is_comparable for v in self.variables)
         if num_hidden and self.is_finite:
             remarks.append(
                 f"{num_hidden} of {len(self.variables)} variables cannot be compared: rounding "

@@ -13,7 +13,7 @@ from ga_model._wrap import check_model
 from ga_model.base import _validate
 from ga_model.base._internals import compiled_loss
 from ga_model.base._types import Nest
-from ga_model.core.batch import part_of
+from ga_model.core.batch import samples_between
 from ga_model.core.models import optimizers_in
 
 
@@ -90,4 +90,4 @@ def make_plan(
             f"accumulation_steps={steps}, microbatch_size={size}. "
             "Pass accumulation_steps > 1, a smaller microbatch_size, or more samples."
         )
-    return plan._replace(data=part_of(data, 0, plan.rows))
+    return plan._replace(data=samples_between(data, 0, plan.rows))

@@ -42,7 +42,7 @@ class FoundSize:
         self.is_whole = False
         self._rows = 0  # in the batch of the last search
 
-    def is_to_search(self, rows: int) -> bool:
+    def needs_search(self, rows: int) -> bool:
         """Return whether a batch of `rows` samples requires a search."""
         return self.size is None or (self.is_whole and rows > self._rows)
 
@@ -252,7 +252,7 @@ def _halved_message(model: str, size: int, half: int) -> str:
     )
 
 
-def torn_message(model: str, size: int, is_own_step: bool) -> str:
+def partly_updated_message(model: str, size: int, is_own_step: bool) -> str:
     where = "in a custom `train_step`" if is_own_step else "in the update"
     return (
         "A batch that runs out of memory is retried only if its update has not begun. Received: "

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from ga_model.base._call_again import PythonState
-from ga_model.base._context import ThreadValue, is_unnoted
+from ga_model.base._context import ThreadValue, is_package_code
 from ga_model.base._identity import unique
 from ga_model.base._internals import mask_of, set_mask, value_in
 from ga_model.base._method_patch import MethodPatch
+from ga_model.base._python_state import PythonState
 from ga_model.base._types import Gradient, Logs, Nest, Scalar, Tensor
 from ga_model.core.backend_types import GROUPS, Applied, Function, GradientSums, Group, State
 from ga_model.core.batch import Batch, unpack
 from ga_model.core.models import optimizers_in, recording_of_thread
-from ga_model.core.of_user import others_of_user
 from ga_model.core.stand_ins import APPLY, SCALE_LOSS
+from ga_model.core.user_code import others_of_user
 
 if TYPE_CHECKING:
     from ga_model.core.call_types import IsolatedCall, Split, Traced
@@ -38,8 +38,8 @@ class Backend(ABC):
     Attributes:
         recorded_methods: patches for methods of optimizers while a step is recorded.
         methods_of_step: names of the model's methods that make up its step and its logs.
-        of_step: groups of variables that a recorded step reads.
-        noted_by: `Noted` subclass that runs code and notes its divisors.
+        step_groups: groups of variables that a recorded step reads.
+        noted_class: `Noted` subclass that runs code and notes its divisors.
         num_devices: devices that share the samples of each microbatch evenly.
         num_processes: processes that update together, each with windows of its own samples.
         num_replicas: replicas that update together; Keras divides the loss of each by this.
@@ -47,13 +47,13 @@ class Backend(ABC):
         nests: whether a traced function may call another one.
         has_several_optimizers: whether a step may apply several optimizers.
         known_calls: results of `LayerCall.analyze`; by layer id, why its calls are not split.
-        present_batch: the batch being trained, as `fit` passed it, or None.
+        current_batch: the batch being trained, as `fit` passed it, or None.
     """
 
     recorded_methods: tuple[MethodPatch, ...] = (SCALE_LOSS, *APPLY)
     methods_of_step: tuple[str, ...] = ("train_step", "compute_metrics", "get_metrics_result")
-    of_step: tuple[Group, ...] = GROUPS
-    noted_by: type[Noted]
+    step_groups: tuple[Group, ...] = GROUPS
+    noted_class: type[Noted]
     num_devices = 1
     num_processes = 1
     num_replicas = 1
@@ -65,7 +65,7 @@ class Backend(ABC):
         self._model = model
         self._is_running_step = ThreadValue(False)
         self.known_calls: dict[Hashable, tuple[Any, ...]] = {}
-        self.present_batch: Nest = None
+        self.current_batch: Nest = None
         self._made: dict[str | tuple[Hashable, ...], Callable[..., Any]] = {}  # compiled, by name
 
     # Compilation.
@@ -125,11 +125,11 @@ class Backend(ABC):
         """Return a microbatch in the form for which functions are traced."""
         return data
 
-    def traces_otherwise(self, error: Exception) -> bool | None:
+    def retraces_after(self, error: Exception) -> bool | None:
         """Return whether to retrace differently after an error, or None if it is unrelated."""
         return None
 
-    def placed(self, data: Nest) -> Nest:
+    def on_device(self, data: Nest) -> Nest:
         """Return a microbatch as traced, on the devices that compute it."""
         return self.as_traced(data)
 
@@ -156,7 +156,9 @@ class Backend(ABC):
                 stack.enter_context(method.of(optimizers))
             yield
 
-    def take(self, recording: Recording, applied: Applied, gradients: list[Gradient]) -> None:
+    def record_gradients(
+        self, recording: Recording, applied: Applied, gradients: list[Gradient]
+    ) -> None:
         """Pass the gradients that a step applies to a recording, and make the update of a trial."""
         raise NotImplementedError
 
@@ -173,7 +175,7 @@ class Backend(ABC):
         Returns:
             The result of the function, and the notes.
         """
-        noted = self.noted_by(draws)
+        noted = self.noted_class(draws)
         return noted.run(function, arguments), noted
 
     def running_step(self) -> AbstractContextManager[None]:
@@ -218,7 +220,7 @@ class Backend(ABC):
         """Return a batch, split into microbatches of `size` samples per replica."""
         return Batch(data, size)
 
-    def each(self, nest: Nest) -> list[Nest]:
+    def per_replica(self, nest: Nest) -> list[Nest]:
         """Return the values of a nest on each replica of this process."""
         return [nest]
 
@@ -240,11 +242,13 @@ class Backend(ABC):
         """Whether there are no other processes or replicas."""
         return self.num_processes * self.num_replicas == 1
 
-    def amounts_of_all(self, amounts: list[Amount]) -> list[Amount]:
+    def amounts_over_replicas(self, amounts: list[Amount]) -> list[Amount]:
         """Return the sums of logged numbers over all replicas, within a function of the core."""
         return amounts
 
-    def sum_of_all(self, gradients: list[Gradient], total: Scalar) -> tuple[list[Gradient], Scalar]:
+    def gradients_over_replicas(
+        self, gradients: list[Gradient], total: Scalar
+    ) -> tuple[list[Gradient], Scalar]:
         """Return the sums of gradients over replicas, and their divisor."""
         return gradients, total
 
@@ -254,7 +258,7 @@ class Backend(ABC):
 
     def unnoted(self) -> AbstractContextManager[None]:
         """Return a context for computations of this package within a step, which are not noted."""
-        return is_unnoted.set(True)
+        return is_package_code.set(True)
 
     def microbatch_weight(self, data: Nest) -> Scalar | str | None:
         """Call the model's `microbatch_weight` on a microbatch. It may call the model."""
@@ -262,7 +266,7 @@ class Backend(ABC):
 
     def apply(self, applied: Applied, gradients: list[Gradient]) -> None:
         """Apply an optimizer as the step did, to gradients of its variables: tensors or None."""
-        applied.again(gradients)
+        applied.reapply(gradients)
 
     def joined(self, rows: Sequence[Rows], unit: Scalar) -> Rows:
         """Return all rows of a window as one sparse gradient in a unit."""
@@ -315,15 +319,15 @@ class Backend(ABC):
 
     # Layer calls that `core.layer_calls` splits.
 
-    def is_at_hand(self, tensor: Tensor) -> bool:
+    def is_available(self, tensor: Tensor) -> bool:
         """Return whether a tensor may be used by the running code, not only in an inner scope."""
         return True
 
-    def place(self) -> Any:
+    def current_graph(self) -> Any:
         """Return the graph of the running code, perhaps that of a function or branch."""
         return None
 
-    def why_whole(self, layer: keras.Layer) -> str | None:
+    def reason_not_to_split(self, layer: keras.Layer) -> str | None:
         """Return why calls of a layer must be neither split nor tried, or None."""
         return None
 
@@ -384,7 +388,7 @@ class Backend(ABC):
         """Return an out-of-memory error without references to tensors, or None for other errors."""
 
     @abstractmethod
-    def trying(self, is_own: bool) -> AbstractContextManager[None]:
+    def restoring(self, is_own: bool) -> AbstractContextManager[None]:
         """Return a context that restores the model at its end.
 
         Args:

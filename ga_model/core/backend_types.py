@@ -47,7 +47,7 @@ class Applied(NamedTuple):
     variables: tuple[keras.Variable, ...]
     via_apply_gradients: bool = False
 
-    def again(self, gradients: Sequence[Gradient]) -> None:
+    def reapply(self, gradients: Sequence[Gradient]) -> None:
         """Apply the optimizer as the step did, to other gradients: tensors or None."""
         if self.via_apply_gradients:
             self.optimizer.apply_gradients(zip(gradients, self.variables))
@@ -73,7 +73,7 @@ class GradientSums(Protocol):
 class State(Protocol):
     """A snapshot of what a step may write to."""
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore everything."""
 
 
@@ -83,6 +83,6 @@ class States:
     def __init__(self, *states: State) -> None:
         self._states = states
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for state in self._states:
-            state.put_back()
+            state.restore()

@@ -54,7 +54,7 @@ class Batch:
             return self._data
         self.check_rows()
         size = self._size or self.rows
-        return part_of(self._data, index * size, (index + 1) * size)
+        return samples_between(self._data, index * size, (index + 1) * size)
 
 
 def unpack(data: Nest) -> Nest:
@@ -66,7 +66,7 @@ def unpack(data: Nest) -> Nest:
     return keras.utils.unpack_x_y_sample_weight(data)
 
 
-def part_of(data: Nest, start: int, stop: int) -> Nest:
+def samples_between(data: Nest, start: int, stop: int) -> Nest:
     """Return the samples from `start` up to `stop` of a nest."""
     return keras.tree.map_structure(
         lambda leaf: _numbers.rows_between(leaf, start, stop) if _has_rows(leaf) else leaf, data

@@ -12,7 +12,7 @@ from ga_model._settings import Settings
 from ga_model.base import _numbers
 from ga_model.base._types import Logs, Nest
 from ga_model.core import messages
-from ga_model.core.automatic import SizeTrials, torn_message
+from ga_model.core.automatic import SizeTrials, partly_updated_message
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import Applied
 from ga_model.core.batch import Batch
@@ -70,7 +70,7 @@ class Driver(ModelState):
         model = self._model
         if self.has_own_step:
             return True
-        return not (model._has_rule() or self._adds_up)
+        return not (model._overrides_microbatch_weight() or self._adds_up)
 
     # Batches.
 
@@ -106,7 +106,7 @@ class Driver(ModelState):
             is_known = self._has_trained or self.backend.traces
             batch_data = data if is_known else self.backend.copied(data)
             try:
-                self.backend.present_batch = batch_data
+                self.backend.current_batch = batch_data
                 with self.backend.keeping_state():
                     logs = self._train_batch(batch_data, **options)
                 self._has_trained = True
@@ -118,7 +118,7 @@ class Driver(ModelState):
             except FoundOtherwiseError:  # retry with the new verdict
                 pass
             except Exception as error:
-                retraces = self.backend.traces_otherwise(error)
+                retraces = self.backend.retraces_after(error)
                 if retraces:
                     first_error, self._findings = error, Findings(self._model, self.backend)
                 elif retraces is None or first_error is None:
@@ -126,13 +126,13 @@ class Driver(ModelState):
                 else:  # the first attempt may have caused the second error
                     raise first_error from None
             finally:
-                self.backend.present_batch = None
+                self.backend.current_batch = None
 
     def _train_automatic(self, data: Nest) -> Logs:
         """Train a batch in microbatches as large as memory allows."""
         model, found_size = self._model, self.automatic_size
         rows = self.backend.batch(data, None).rows
-        if found_size.is_to_search(rows):
+        if found_size.needs_search(rows):
             self._search(data, rows)
         while True:
             sums_before = None if self.window is None else self.backend.copied(self.window.sums)
@@ -144,7 +144,9 @@ class Driver(ModelState):
                     raise
             if self.backend.has_updated():
                 size = min(found_size.size, rows)
-                found_size.fail(failure, torn_message(model.name, size, self.has_own_step))
+                found_size.fail(
+                    failure, partly_updated_message(model.name, size, self.has_own_step)
+                )
             if self.window is not None:
                 self.window.sums = sums_before
             found_size.halve(model, rows, failure)
@@ -157,7 +159,7 @@ class Driver(ModelState):
 
         def run(size: int) -> None:
             found_size.size, self.window = size, None
-            with self.backend.trying(self.has_own_step):
+            with self.backend.restoring(self.has_own_step):
                 takes_all = self.takes_full_batch()
                 trial_data = (
                     data
@@ -185,19 +187,21 @@ class Driver(ModelState):
         batch = self.backend.batch(data, size)
         self._most_rows = max(self._most_rows, batch.rows)
         sees_full_batch = batch.is_split and self.takes_full_batch()
-        is_alone = not (self.accumulates() or self.settings.skip_nonfinite)
+        updates_alone = not (self.accumulates() or self.settings.skip_nonfinite)
         # Keras weights all replicas equally.
         is_plain = self.backend.num_replicas == 1 or (sees_full_batch and self.has_own_step)
-        if is_alone and (sees_full_batch or not batch.is_split) and is_plain and not is_trial:
+        if updates_alone and (sees_full_batch or not batch.is_split) and is_plain and not is_trial:
             return self.updates.whole(size or batch.rows, data)
-        is_alone = is_alone and batch.is_split
+        updates_alone = updates_alone and batch.is_split
         rows = size or batch.rows
         known = None
         if self._needs_trial() and not (sees_full_batch and is_trial):
-            is_one = not self.accumulates() and (sees_full_batch or not batch.is_split)
-            step = Step(model, self.backend, self.has_own_step, is_alone, is_one)
+            is_single_microbatch = not self.accumulates() and (
+                sees_full_batch or not batch.is_split
+            )
+            step = Step(model, self.backend, self.has_own_step, updates_alone, is_single_microbatch)
             known = self._findings.of(step, data, rows, self.window)
-            is_unseen = is_alone and known.is_unseen and not is_trial
+            is_unseen = updates_alone and known.is_unseen and not is_trial
             if is_unseen and self.settings.loss_over == "auto" and self.backend.trains_alone:
                 return self.updates.whole(rows, data)  # exact for any step
         if known is not None and not known.verdict.is_exact:
@@ -216,7 +220,9 @@ class Driver(ModelState):
         if self._has_own_code is None:
             is_own_loss = not is_of_keras(self._model, "compute_loss")
             self._has_own_code = is_own_loss or has_code_of_user(self._model, self.backend)
-        return not self._model._has_rule() and (self._has_own_code or self._has_own_loss)
+        return not self._model._overrides_microbatch_weight() and (
+            self._has_own_code or self._has_own_loss
+        )
 
     def _even_size(self) -> int | None:
         """Return a microbatch size divisible by the number of devices, at least one sample each."""
@@ -265,7 +271,7 @@ class Driver(ModelState):
                 raise
             is_last = index + 1 == batch.num_microbatches
             if mode.is_watched:
-                window.hold(self.backend.samples_of(data), sums.num_news)
+                window.keep_samples(self.backend.samples_of(data), sums.num_news)
             structure = (last_structure if is_last else first_structure) or steps.step.structure
             self._check_applied(structure, window)
         assert sums is not None
@@ -277,7 +283,7 @@ class Driver(ModelState):
         window.sums, self._structure = sums, first_structure or structure
         if window.end_batch():
             if known is not None:
-                self._findings.look_at(known, window, data, steps.step.written)
+                self._findings.examine(known, window, data, steps.step.written)
             self._update(window)
         return logs
 
@@ -300,7 +306,7 @@ class Driver(ModelState):
             Whether no process has batches left.
         """
         sums, structure, noise = window.sums, self._structure, self.measured_noise
-        self._weights_watch.end(window, self._findings.is_told)
+        self._weights_watch.end(window, self._findings.has_warned)
         window.discard()
         applied = [] if structure is None else structure.applied
         sums, is_end = self.backend.exchanged(applied, sums, noise is not None, is_end)
@@ -309,7 +315,7 @@ class Driver(ModelState):
         assert structure is not None
         if noise is not None and sums.squares:
             self.updates.measure(structure, noise, sums)
-        self.updates.look_at_scale(structure, sums)
+        self.updates.check_scale(structure, sums)
         counters = self.counters or Counters(*(_numbers.int32(0) for _ in Counters._fields))
         if self.settings.skip_nonfinite and not int(sums.num_counted):
             counters = count(sums, counters)
@@ -328,7 +334,7 @@ class Driver(ModelState):
             with self.backend.outside_of_training():
                 while not self._update(window, is_end=True):
                     pass
-        self.warn_of_what_was_done()
+        self.warn_after_training()
 
     # Direct calls of `train_step`.
 

@@ -64,8 +64,8 @@ class Findings:
             rows: samples per microbatch.
             window: the open window, or None.
         """
-        structure = keras.tree.map_structure(_rank_and_dtype, self._backend.each(data)[0])
-        key = step.is_split, step.is_one, repr(structure)
+        structure = keras.tree.map_structure(_rank_and_dtype, self._backend.per_replica(data)[0])
+        key = step.is_split, step.is_single_microbatch, repr(structure)
         known = self._known.get(key)
         if known is None or known.is_unseen:
             data = self._backend.samples_of(data, of_all=True)
@@ -102,11 +102,11 @@ class Findings:
         return Known(step, verdict, self._warning_of(step, data, verdict, error))
 
     @property
-    def is_told(self) -> bool:
+    def has_warned(self) -> bool:
         """Whether a warning about a step that is not exact was given."""
         return not all(known.verdict.is_exact for known in self._known.values())
 
-    def look_at(self, known: Known, window: Window, data: Nest, written: set[str]) -> None:
+    def examine(self, known: Known, window: Window, data: Nest, written: set[str]) -> None:
         """Try samples of a full window in which training showed news.
 
         Args:
@@ -118,9 +118,9 @@ class Findings:
             FoundOtherwiseError: if the verdict changed and the window is one batch, to repeat.
         """
         step, backend, old_verdict = known.step, self._backend, known.verdict
-        if known.is_unseen and not step.is_one:
+        if known.is_unseen and not step.is_single_microbatch:
             self._look_at_unseen(window)
-        if known.is_unseen or len(window.held) < 2:
+        if known.is_unseen or len(window.trial_samples) < 2:
             return
         if not (samples := window.samples_with_news()):
             return
@@ -207,7 +207,7 @@ class Findings:
     def _look_at_unseen(self, window: Window) -> None:
         """Warn if training has gradients where the samples of trials had none."""
         assert window.sums is not None
-        gradients = [g for sums in self._backend.each(window.sums) for g in sums.gradients]
+        gradients = [g for sums in self._backend.per_replica(window.sums) for g in sums.gradients]
         parts = [part for g in gradients for part in (g if is_list(g) else [g])]
         known = [values_of(part) for part in parts if part is not None]
         is_finite = all(bool(ops.all(ops.isfinite(g))) for g in known)  # otherwise no update

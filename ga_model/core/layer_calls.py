@@ -16,31 +16,31 @@ import numpy as np
 from keras import ops
 
 from ga_model.base import _numbers
-from ga_model.base._call_again import PythonState, inside_of_call, leaves_in
 from ga_model.base._context import ThreadValue
 from ga_model.base._internals import (
     MOMENTS,
-    adder_of,
-    ids_of_seeds,
     is_built,
+    layer_of_loss,
     layers_in,
     losses_of_scope,
     mask_of,
-    scope_of,
+    seed_ids,
     set_mask,
     stateless_scope,
+    stateless_scope_with,
     value_in,
 )
 from ga_model.base._method_patch import MethodPatch
+from ga_model.base._python_state import PythonState, inside_split_call, leaves_in
 from ga_model.base._types import Nest, Scalar, Tensor
 from ga_model.core.backend import Backend
 from ga_model.core.call_types import IsolatedCall, Split, Traced
 from ga_model.core.messages import text_of
-from ga_model.core.metric_calls import waiting
+from ga_model.core.metric_calls import delaying_updates
 from ga_model.core.models import unrecorded
 from ga_model.core.proof.calls import HALF, NotByRowsError, kinds_of_call
 from ga_model.core.proof.own_code import has_own_gradients, has_own_operations
-from ga_model.core.statistics import Call, MomentsRecorder, is_known, present_recorder
+from ga_model.core.statistics import Call, MomentsRecorder, current_recorder, is_known
 
 _NOT_ROWS = "it combines samples, or gives something other than one value per sample"
 _NOT_ROWS_BACK = "it has a custom gradient that combines samples"
@@ -89,7 +89,7 @@ class LayerCall:
         rows = 0 if first_array is None else _numbers.shape_of(first_array)[0]
         if isinstance(rows, int) and rows <= size:
             raise NotByRowsError("")
-        if why := backend.why_whole(layer):
+        if why := backend.reason_not_to_split(layer):
             raise NotByRowsError(why)
         self._build()
         length = None if first_array is None else first_array.shape[0]
@@ -122,7 +122,7 @@ class LayerCall:
         )
         args, kwargs = keras.tree.map_structure(lambda _: next(leaves), self._arguments)
         try:
-            with inside_of_call.set(True):
+            with inside_split_call.set(True):
                 keras.backend.compute_output_spec(self._layer, *args, **kwargs)
         except Exception as error:  # custom code may not support symbolic inputs
             raise NotByRowsError("it is not built, and cannot be built without a call") from error
@@ -155,14 +155,14 @@ class LayerCall:
         remaining = iter(leaves)
         args, kwargs = keras.tree.map_structure(lambda _: next(remaining), self._arguments)
         other_values = dict(self._scope.state_mapping) if self._scope and knows_others else {}
-        recorder = MomentsRecorder(self._backend.place)
-        self._python.put_back()
-        with scope_of(self._variables, state) as scope:
+        recorder = MomentsRecorder(self._backend.current_graph)
+        self._python.restore()
+        with stateless_scope_with(self._variables, state) as scope:
             for key, value in other_values.items():  # other variables, of layers that share them
                 scope.state_mapping.setdefault(key, value)
             before = dict(scope.state_mapping)
-            recorded = present_recorder.set(recorder)
-            with unrecorded(), waiting(None), inside_of_call.set(True), recorded:
+            recorded = current_recorder.set(recorder)
+            with unrecorded(), delaying_updates(None), inside_split_call.set(True), recorded:
                 outputs = self._call(*args, **kwargs)
             losses = losses_of_scope(scope)
             mapping = scope.state_mapping
@@ -170,11 +170,11 @@ class LayerCall:
         if any(mapping[key] is not before.get(key) for key in mapping if key not in own_ids):
             raise NotByRowsError("it writes to a variable of another layer")
         values = (mapping[id(variable)] for variable in self._variables)
-        if not all(map(self._backend.is_at_hand, values)):
+        if not all(map(self._backend.is_available, values)):
             raise NotByRowsError(
                 "it writes to a variable in a branch, a loop or a function of its own"
             )
-        self._adders = [adder_of(loss, self._layer) for loss in losses]
+        self._adders = [layer_of_loss(loss, self._layer) for loss in losses]
         self.normalizations = recorder.calls
         output_leaves: list[Any] = []
         keras.tree.map_structure(output_leaves.append, outputs)
@@ -259,7 +259,7 @@ class LayerCall:
             return f"it cannot be run by itself ({text_of(error)})", [], self._written
         finally:
             self._python = python_state
-            python_state.put_back()
+            python_state.restore()
         output_kinds = kinds[:num_outputs]
         reason = None if adds_up else _NOT_ROWS_BACK
         reason = reason if all(kind == "rows" for kind in output_kinds) else _NOT_ROWS
@@ -269,7 +269,7 @@ class LayerCall:
         """Return the paths of variables that it writes to, except seeds and BatchNormalization."""
         parts = layers_in(self._layer)
         normal = [part for part in parts if isinstance(part, keras.layers.BatchNormalization)]
-        excluded = ids_of_seeds(self._layer)
+        excluded = seed_ids(self._layer)
         excluded |= {id(variable) for part in normal for variable in part.variables}
         written = [self._variables[place] for place in self._written]
         return sorted({variable.path for variable in written if id(variable) not in excluded})
@@ -302,14 +302,14 @@ class LayerCall:
         try:
             carried, traced = self._backend.by_microbatches(Split(*arguments))
         except BaseException:
-            self._python.put_back()
+            self._python.restore()
             raise
         for place, value in zip(written, carried):
             self._variables[place].assign(value)
         for adder, loss in zip(self._adders, traced.losses):
             adder.add_loss(loss)
         for call, moments in zip(self.normalizations, traced.moments):
-            if (recorder := present_recorder.get()) is not None:
+            if (recorder := current_recorder.get()) is not None:
                 recorder.calls.append(call)
                 recorder.moments.append(moments)
             else:

@@ -10,13 +10,13 @@ import keras
 from keras import ops
 
 from ga_model.base import _numbers
-from ga_model.base._internals import mask_of, same_rank, scaled_for_replicas
+from ga_model.base._internals import mask_of, same_rank, scale_for_replicas
 from ga_model.base._types import Nest, Scalar, Tensor
 from ga_model.core import messages
 from ga_model.core.backend_types import GradientSums
 from ga_model.core.batch import num_rows, unpack
 from ga_model.core.models import is_of_keras
-from ga_model.core.of_user import is_by_sample
+from ga_model.core.user_code import is_by_sample
 from ga_model.core.weights import FullBatch, LossTerms, Term, combine, rule
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Position(NamedTuple):
         parts: see `Numbers`.
         is_first: bool scalar, whether no microbatch of the window has counted yet.
         unit: current unit of the weights, or zero.
-        whole: the batch, if it is split.
+        full_batch: the batch, if it is split.
         sums: sums that the backward pass adds gradients to, or None.
     """
 
@@ -64,7 +64,7 @@ class Position(NamedTuple):
     parts: Scalar
     is_first: Scalar
     unit: Scalar
-    whole: FullBatch | None
+    full_batch: FullBatch | None
     sums: GradientSums | None = None
 
     def in_unit(self, weight: Scalar) -> tuple[Scalar, Scalar]:
@@ -75,7 +75,7 @@ class Position(NamedTuple):
         """
         least = abs(weight * self.parts)
         unit = _numbers.where(least > self.unit, least, self.unit)
-        return unit, _numbers.share(weight, unit)
+        return unit, _numbers.divide_or_zero(weight, unit)
 
 
 class StepLosses:
@@ -90,7 +90,7 @@ class StepLosses:
 
     Attributes:
         compiled: terms of the compiled loss.
-        lost: bool scalars, whether a term was made zero because it was divided by zero.
+        zero_division: bool scalars, whether a term was made zero because it was divided by zero.
         values: values of custom compiled losses that return a single number, by name.
         added: losses that layers added, followed by weight regularizers.
         has_own: whether `compute_loss` or one of the losses is custom.
@@ -110,12 +110,12 @@ class StepLosses:
         self.compiled: list[Term] = []
         self._additional: list[Scalar] = []  # of layers, then of weight regularizers
         self._cached_terms: tuple[tuple[int, int], LossTerms] | None = None
-        self.lost: list[Scalar] = []
+        self.zero_division: list[Scalar] = []
         self.values: dict[str, Scalar] = {}
         self.added: list[Scalar] = []
         self.has_own = not is_of_keras(model, "compute_loss")
         self._kinds = kinds
-        self._is_ruled = model._has_rule()
+        self._is_ruled = model._overrides_microbatch_weight()
 
     def entries(self) -> tuple[Scalar, ...]:
         """Return the number of loss values of each unmasked mean, if there are several."""
@@ -125,14 +125,14 @@ class StepLosses:
     def release(self) -> None:
         """Release all tensors."""
         self.compiled, self._additional, self._cached_terms = [], [], None
-        self.added, self.lost, self.values, self._data = [], [], {}, None
+        self.added, self.zero_division, self.values, self._data = [], [], {}, None
 
     def note_term(self, term: Term) -> None:
         """Record a term of the compiled loss."""
         if term.is_product and not self._is_ruled:
             self._model._warn_once(messages.product_message(term.name, self._model.name))
         self.compiled.append(term)
-        self.lost += term.lost
+        self.zero_division += term.zero_division
 
     def note_additional(self, total: Scalar) -> None:
         """Record a loss that a layer or a regularizer added, after Keras reduced it to a scalar."""
@@ -147,7 +147,7 @@ class StepLosses:
         return self._cached_terms[1]
 
     @property
-    def is_told(self) -> bool:
+    def has_warning(self) -> bool:
         """Whether a warning was given that no single weight serves all terms."""
         return bool(self.terms().mismatch) or any(term.is_product for term in self.compiled)
 
@@ -165,14 +165,14 @@ class StepLosses:
             return rule(weight, regularization)
         position, rows = self._position, self.num_rows()
         # Weights of the full batch do not apply if a part of it may be skipped.
-        whole = None if self._model.skip_nonfinite else position.whole
+        whole = None if self._model.skip_nonfinite else position.full_batch
         steps = position.num_microbatches if whole is None else position.steps
         terms = combine(self.compiled, additional, regularization, rows, steps, whole)
         if terms.mismatch:
             self._model._warn_once(messages.one_weight_message(terms.exact, terms.mismatch))
         if not (regularization and self.compiled) or terms.weight is None:
             return terms
-        return terms._replace(weight=_numbers.not_zero(terms.weight, rows))
+        return terms._replace(weight=_numbers.at_least_minimum(terms.weight, rows))
 
     def _is_sum_of_samples(self, index: int) -> bool:
         """Return whether a loss that a layer added is a sum over samples, not a mean."""
@@ -247,22 +247,24 @@ def observer_of(
         rows = num_rows(y_pred)
         weight: Scalar = rows
         kind: Hashable = "rows"
-        lost: tuple[Scalar, ...] = ()
+        zero_division: tuple[Scalar, ...] = ()
         if is_number and not is_product:  # no reduction changes a scalar
             if loss_kind == "sum":
                 weight, kind = None, "sum"
             else:  # Keras does not scale it for replicas
-                value = scaled_for_replicas(value)
+                value = scale_for_replicas(value)
         elif reduction not in _MEANS:
             weight, kind = None, reduction or "none"
         elif values is not None:
             masks = [mask for t in (y_pred, values) if (mask := mask_of(t)) is not None]
-            weight, kind, lost = _denominator(reduction, values, sample_weight, masks, rows)
+            weight, kind, zero_division = _denominator(
+                reduction, values, sample_weight, masks, rows
+            )
         is_product = is_product and reduction != "mean_with_sample_weight"
         total = ops.sum(value)
         value = value if kind == "none" else total  # Keras does not sum losses without reduction
         in_total = total if entry.loss_weights is None else total * entry.loss_weights
-        compiled._terms.append(Term(name, weight, kind, in_total, is_product, lost))
+        compiled._terms.append(Term(name, weight, kind, in_total, is_product, zero_division))
         return value
 
     return observe
@@ -303,7 +305,7 @@ def _denominator(
         rows: number of samples of the microbatch.
 
     Returns:
-        The number, and `kind` and `lost` as in `Term`.
+        The number, and `kind` and `zero_division` as in `Term`.
     """
     if len(values.shape) == 0:
         return rows, "rows", ()
@@ -322,7 +324,7 @@ def _denominator(
         number = ops.sum(ops.cast(mask, dtype))
         return number * _numbers.like(number, per_entry), kind, ()
     weight = None if mask is None else ops.cast(mask, dtype)
-    lost: tuple[Scalar, ...] = ()
+    zero_division: tuple[Scalar, ...] = ()
     if by_sample_weight:
         kind = (*kind, id(sample_weight))
         weights = ops.stop_gradient(ops.convert_to_tensor(sample_weight))
@@ -331,5 +333,5 @@ def _denominator(
             weight, weights = same_rank(weight, weights)
         weight = weights if weight is None else weight * weights
         divisor = ops.sum(ops.cast(weight, values.dtype))  # in the dtype in which Keras sums
-        lost = (ops.logical_and(divisor == 0, ops.any(weight != 0)),)
-    return ops.sum(weight), kind, lost
+        zero_division = (ops.logical_and(divisor == 0, ops.any(weight != 0)),)
+    return ops.sum(weight), kind, zero_division

@@ -280,7 +280,7 @@ def late_gradient_message(variables: list[keras.Variable]) -> str:
     )
 
 
-def lost_term_message(model: str) -> str:
+def zero_division_message(model: str) -> str:
     return (
         f"A loss of {model!r} was zero in a microbatch because its denominator was zero "
         "(`divide_no_nan`, or positive and negative weights that cancel), although its numerator "

@@ -74,12 +74,12 @@ class MetricCalls:
 def give(call: MetricCall) -> None:
     """Update a metric by a scalar now."""
     base = keras.metrics.Mean if isinstance(call.metric, keras.metrics.Mean) else keras.metrics.Sum
-    with waiting(None):
+    with delaying_updates(None):
         base.update_state(call.metric, call.value, call.sample_weight)
 
 
 @contextlib.contextmanager
-def waiting(calls: MetricCalls | None) -> Iterator[None]:
+def delaying_updates(calls: MetricCalls | None) -> Iterator[None]:
     """Delay updates of metrics by scalars in this thread.
 
     Args:

@@ -153,7 +153,7 @@ class ModelState:
         if self.has_open_window():
             self._model._warn_once(_saved_in_window_message(self._model.name))
 
-    def warn_of_what_was_done(self) -> None:
+    def warn_after_training(self) -> None:
         """Warn about past batches by their counters, because code in a graph cannot warn."""
         model = self._model
         if model.num_skipped_microbatches:
@@ -161,9 +161,9 @@ class ModelState:
             has_shares = self.backend.num_replicas > 1 and is_regularized
             model._warn_once(_skipped_message(model.name, has_shares))
         counters = self.counters
-        if counters is not None and int(counters.lost):
-            model._warn_once(messages.lost_term_message(model.name))
-        if counters is not None and int(counters.unlike):
+        if counters is not None and int(counters.zero_division):
+            model._warn_once(messages.zero_division_message(model.name))
+        if counters is not None and int(counters.uneven):
             model._warn_once(messages.unlike_entries_message(model.name))
 
     def end_fit(self) -> None:

@@ -36,7 +36,7 @@ class Mode(NamedTuple):
 
     Attributes:
         is_split: whether it is one of several microbatches of a batch that no replicas share.
-        is_alone: whether the batch makes an update of its own.
+        updates_alone: whether the batch makes an update of its own.
         size: samples per microbatch of layer calls, if the step runs on the full batch, or None.
         skips: whether to skip a microbatch with NaN or Inf in a gradient.
         is_measured: whether to measure gradient noise.
@@ -45,7 +45,7 @@ class Mode(NamedTuple):
     """
 
     is_split: bool
-    is_alone: bool
+    updates_alone: bool
     size: int | None
     skips: bool
     is_measured: bool

@@ -83,7 +83,9 @@ class Squares(NamedTuple):
             relative_weight: weight of the microbatch in the unit.
             scale: factor by which the loss was scaled.
         """
-        squares = _numbers.share(squared_norm(gradients, variables, scale), relative_weight)
+        squares = _numbers.divide_or_zero(
+            squared_norm(gradients, variables, scale), relative_weight
+        )
         return cls(squares, _numbers.like(squares, relative_weight != 0))
 
     def plus(self, other: Squares, shrink: Scalar) -> Squares:

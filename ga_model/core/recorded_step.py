@@ -12,7 +12,7 @@ from keras import ops
 
 from ga_model.base import _numbers
 from ga_model.base._identity import is_in
-from ga_model.base._internals import copy_of, ids_of_seeds
+from ga_model.base._internals import copy_of, seed_ids
 from ga_model.base._types import Gradient, Logs, Nest, Scalar
 from ga_model.core import messages
 from ga_model.core.backend import Backend
@@ -25,7 +25,7 @@ from ga_model.core.proof.verdict import OF_KERAS, Verdict
 from ga_model.core.proof.weighing import Seen, Weighing
 from ga_model.core.recorder import Recording, by_optimizer, record
 from ga_model.core.splitting import splitting_calls
-from ga_model.core.statistics import MomentsRecorder, passing_moments, present_recorder
+from ga_model.core.statistics import MomentsRecorder, current_recorder, passing_moments
 from ga_model.core.weights import FullBatch
 from ga_model.core.window import Amount, Rows, Sums, values_of, with_values
 
@@ -73,7 +73,7 @@ class RecordedStep:
         full_batch = None
         if mode.is_split:
             totals = functools.partial(_required, numbers.totals)
-            full_batch = FullBatch(numbers.rows, mode.is_alone, totals)
+            full_batch = FullBatch(numbers.rows, mode.updates_alone, totals)
         position = Position(
             numbers.steps,
             numbers.num_microbatches,
@@ -125,10 +125,12 @@ class RecordedStep:
             of_loss = None if of_loss is None else _numbers.float64(of_loss)
             weight = recording.relative_weight, recording.unit
             result = recording.gradients, recorder.moments, numbers, own_logs
-            has_lost = functools.reduce(operator.or_, losses.lost, _numbers.int32(0) > 0)
+            has_zero_division = functools.reduce(
+                operator.or_, losses.zero_division, _numbers.int32(0) > 0
+            )
             entries = losses.entries() if verdict.is_folded else ()
             recording.release()
-            return (*result, of_loss, weight, has_lost, entries)
+            return (*result, of_loss, weight, has_zero_division, entries)
 
         scalars: dict[str, Scalar] = {}
         is_noted = verdict.needed_scalars or (verdict.watched and self._backend.traces)
@@ -137,7 +139,16 @@ class RecordedStep:
         else:
             result, noted = self._backend.noting(run, (data,))
             scalars = noted.scalars
-        gradients, moments, numbers, own_logs, of_loss, (relative, unit), has_lost, entries = result
+        (
+            gradients,
+            moments,
+            numbers,
+            own_logs,
+            of_loss,
+            (relative, unit),
+            has_zero_division,
+            entries,
+        ) = result
         seen = Seen(num_rows(unpack(data)[0]), scalars, of_loss)
         num_news = _numbers.int32(0)
         if mode.is_watched:
@@ -168,14 +179,22 @@ class RecordedStep:
                 with_values(g, lambda values: values * _numbers.like(values, relative))
                 for g in gradients
             ]
-            shared_epsilon = _numbers.share(_numbers.float64(weighing.epsilon), unit)
+            shared_epsilon = _numbers.divide_or_zero(_numbers.float64(weighing.epsilon), unit)
             # Each process and replica has a first microbatch.
             share = 1.0 / (self._backend.num_processes * self._backend.num_replicas)
             total = relative - shared_epsilon * _numbers.where(position.is_first, 1.0 - share, 1.0)
         counted = _numbers.int32(1), _numbers.int32(0)
         gradients = [_with_unit(g, total, unit) for g in gradients]
         return Sums(
-            gradients, total, unit, *counted, has_lost, num_news, moments, amounts, entries=entries
+            gradients,
+            total,
+            unit,
+            *counted,
+            has_zero_division,
+            num_news,
+            moments,
+            amounts,
+            entries=entries,
         )
 
     def _run(
@@ -195,15 +214,15 @@ class RecordedStep:
         kinds = None if verdict is None else verdict.kinds
         is_own = verdict is not None and not verdict.is_folded
         options = {"is_own": is_own, "kinds": kinds, "is_trial": mode.is_trial}
-        recorder = MomentsRecorder(backend.place, layers)
+        recorder = MomentsRecorder(backend.current_graph, layers)
         with (
             record(model, data, position, backend, **options) as recording,
-            present_recorder.set(recorder),
+            current_recorder.set(recorder),
             passing_moments(layers),
             splitting,
         ):
             logs, all_written = backend.run_step(data)
-        recorder.put_back()
+        recorder.restore()
         self.writes_to |= set(map(id, all_written))
         if model.trainable_weights and not (recording.applied or mode.is_trial):
             raise RuntimeError(messages.not_recorded_message(model.name))
@@ -233,7 +252,7 @@ class RecordedStep:
         self, written: list[keras.Variable], normalizing: list[keras.Layer]
     ) -> list[keras.Variable]:
         """Return the written variables that are not seeds or running averages."""
-        excluded = ids_of_seeds(self._model)
+        excluded = seed_ids(self._model)
         excluded |= {id(v) for layer in normalizing for v in layer.non_trainable_variables}
         return [variable for variable in written if id(variable) not in excluded]
 
@@ -276,7 +295,7 @@ def _with_unit(gradient: Gradient, total: Scalar | None, unit: Scalar) -> Gradie
         return gradient
     values = gradient.values
     if total is not None:
-        values = _numbers.if_so(total != 0, values)  # values may be NaN
+        values = _numbers.where_or_zero(total != 0, values)  # values may be NaN
     return gradient._replace(values=values, unit=unit)
 
 
@@ -286,7 +305,7 @@ def _skipped(sums: Sums) -> tuple[Scalar, Sums]:
     parts = [ops.all(ops.isfinite(v)) for v in values]
     is_finite = functools.reduce(operator.and_, parts, _numbers.int32(0) == 0)
     counted = keras.tree.map_structure(
-        lambda v: None if v is None else _numbers.if_so(is_finite, v), sums
+        lambda v: None if v is None else _numbers.where_or_zero(is_finite, v), sums
     )
     unit = _numbers.where(ops.isfinite(sums.unit), sums.unit, 1.0)
     return is_finite, counted._replace(

@@ -18,16 +18,22 @@ from keras import ops
 
 from ga_model.base import _numbers, _validate
 from ga_model.base._identity import is_in, unique
-from ga_model.base._internals import copy_of, loss_tracker, overwrites, unscaled_for_replicas
+from ga_model.base._internals import copy_of, loss_tracker, overwrites, unscale_for_replicas
 from ga_model.base._types import Gradient, Logs, Nest, Scalar, Tensor
 from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import Applied
 from ga_model.core.losses import Kinds, Position, StepLosses
-from ga_model.core.metric_calls import MetricCall, MetricCalls, give, noting_results, waiting
+from ga_model.core.metric_calls import (
+    MetricCall,
+    MetricCalls,
+    delaying_updates,
+    give,
+    noting_results,
+)
 from ga_model.core.models import instances_in, recording_of_thread, unrecorded
-from ga_model.core.of_user import parts_of
 from ga_model.core.stand_ins import observed_loss
+from ga_model.core.user_code import parts_of
 from ga_model.core.window import Amount, Largest, shrinkage, with_values
 
 
@@ -157,14 +163,14 @@ class Recording:
         if terms.weight is None:
             self.unit = _numbers.float64(1.0)
         else:
-            weight = _numbers.constant(_numbers.float64(terms.weight))
+            weight = _numbers.without_gradient(_numbers.float64(terms.weight))
             self.unit, relative = position.in_unit(weight)
         self.relative_weight = relative
         if self.sums is not None:
             counts = relative is None or relative != 0
             self.sums.begin(shrinkage(position.unit, self.unit), counts)
-        wide = _numbers.constant(_numbers.float64(unscaled_for_replicas(loss)))
-        numerator = _numbers.constant(terms.fold(wide, weight, position.is_first))
+        wide = _numbers.without_gradient(_numbers.float64(unscale_for_replicas(loss)))
+        numerator = _numbers.without_gradient(terms.fold(wide, weight, position.is_first))
         if weight is None:
             self._loss = numerator, _numbers.float64(position.is_first)
         else:  # a loss of weight zero may be NaN
@@ -223,7 +229,7 @@ class Recording:
         pairs = [(g, w) for g, w in zip(gradients, weights) if g is not None]
         with self.backend.unnoted():
             norm, size = _norm([g for g, _ in pairs]), _norm([w for _, w in pairs])
-            rate = self.moves_by * _numbers.share(ops.where(size == 0, 1.0, size), norm)
+            rate = self.moves_by * _numbers.divide_or_zero(ops.where(size == 0, 1.0, size), norm)
             rate = ops.where(ops.isfinite(rate), rate, ops.zeros_like(rate))
         self.rates.append(rate)
         return rate
@@ -240,7 +246,7 @@ class Recording:
     @property
     def says_weight(self) -> bool:
         """Whether compiled losses or the user's rule determine the weight."""
-        return bool(self.losses.compiled or self.model._has_rule())
+        return bool(self.losses.compiled or self.model._overrides_microbatch_weight())
 
     def numbers(self) -> list[Scalar]:
         """Return the values of the delayed updates."""
@@ -353,5 +359,10 @@ def record(
         parts = [part for metric in metrics for part in (metric, *parts_of(metric))]
         results = noting_results.of(unique(parts))
     optimizers = backend.recording_optimizers()
-    with recording_of_thread.set(recording), waiting(recording._metrics), results, optimizers:
+    with (
+        recording_of_thread.set(recording),
+        delaying_updates(recording._metrics),
+        results,
+        optimizers,
+    ):
         yield recording

@@ -7,7 +7,13 @@ from collections.abc import Iterable, Sequence
 import keras
 
 from ga_model.base._identity import unique
-from ga_model.base._internals import global_seed, layers_in, own_state, seeds, set_global_seed
+from ga_model.base._internals import (
+    global_seed,
+    layer_state,
+    layers_in,
+    seeds,
+    set_global_seed,
+)
 
 
 def state_variables(
@@ -19,7 +25,7 @@ def state_variables(
         optimizers: the optimizers of the model.
         with_weights: whether to include all weights, and not only state of layers and metrics.
     """
-    variables = [v for layer in layers_in(model) for v in (*own_state(layer), *seeds(layer))]
+    variables = [v for layer in layers_in(model) for v in (*layer_state(layer), *seeds(layer))]
     if with_weights:
         variables = [*model.variables, *variables]
     of_optimizers = [v for optimizer in optimizers for v in optimizer.variables]
@@ -39,7 +45,7 @@ class VariableSnapshot:
         self._known = set(map(id, variables))
         self._variables = [*variables, *([] if self._seed is None else [self._seed.state])]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Reset metrics that were created since, and restore the global seed generator."""
         for metric in self._model.metrics:
             if not {id(variable) for variable in metric.variables} <= self._known:

@@ -15,7 +15,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from ga_model.base._call_again import inside_of_call
 from ga_model.base._context import ThreadValue
 from ga_model.base._identity import is_in
 from ga_model.base._internals import (
@@ -26,6 +25,7 @@ from ga_model.base._internals import (
     training_of_call,
 )
 from ga_model.base._method_patch import MethodPatch
+from ga_model.base._python_state import inside_split_call
 from ga_model.base._types import Nest, Tensor
 from ga_model.core import messages
 from ga_model.core.backend import Backend
@@ -49,7 +49,7 @@ class _Splitting:
     def __init__(
         self, model: keras.Model, backend: Backend, data: Nest, size: int, most: int | None
     ) -> None:
-        self._model, self._backend, self._place = model, backend, backend.place()
+        self._model, self._backend, self._place = model, backend, backend.current_graph()
         self._data = data
         self._size, self._most = size, most
         self._is_in_whole_call = ThreadValue(False)
@@ -57,10 +57,10 @@ class _Splitting:
 
     def applies(self, layer: keras.Layer) -> bool:
         """Return whether to split a call of a layer that runs here."""
-        if inside_of_call.get() or is_symbolic():
+        if inside_split_call.get() or is_symbolic():
             return False
         # Skip calls in a branch, or in a function that the step compiles.
-        if self._backend.place() is not self._place or not self._backend.is_in_step():
+        if self._backend.current_graph() is not self._place or not self._backend.is_in_step():
             return False
         # Layers without weights draw random numbers or are cheap.
         has_weights = bool(layer.weights or not is_built(layer))
@@ -134,7 +134,7 @@ class _Splitting:
     @functools.cached_property
     def _samples(self) -> list[Any]:
         """Trial samples from the batch that is being trained."""
-        data = self._backend.samples_of(self._backend.present_batch)
+        data = self._backend.samples_of(self._backend.current_batch)
         try:
             return list(keras.tree.flatten(next(samples_for_trial(data, KNOWN))))
         except ValueError:  # ragged data

@@ -62,7 +62,7 @@ def _apply(
     if trainable_variables is None:
         trainable_variables = variables_to_train(optimizer)
     applied = Applied(optimizer, tuple(trainable_variables))
-    recording.backend.take(recording, applied, list(grads))
+    recording.backend.record_gradients(recording, applied, list(grads))
 
 
 def _apply_gradients(
@@ -72,7 +72,7 @@ def _apply_gradients(
 ) -> keras.Variable:
     gradients, variables = zip(*grads_and_vars)
     applied = Applied(optimizer, variables, via_apply_gradients=True)
-    recording.backend.take(recording, applied, list(gradients))
+    recording.backend.record_gradients(recording, applied, list(gradients))
     return optimizer.iterations
 
 

@@ -21,7 +21,7 @@ from ga_model.base._method_patch import MethodPatch
 from ga_model.base._types import Tensor
 
 # The `MomentsRecorder` of the microbatch that this thread runs, or None.
-present_recorder: ThreadValue = ThreadValue()
+current_recorder: ThreadValue = ThreadValue()
 
 
 class Moments(NamedTuple):
@@ -43,7 +43,7 @@ class Moments(NamedTuple):
     def of_stacked(cls, parts: Moments) -> Moments:
         """Return the pooled moments of parts that are stacked on a first axis."""
         count = ops.sum(parts.count, axis=0)
-        shares = _numbers.share(parts.count, count)
+        shares = _numbers.divide_or_zero(parts.count, count)
         missing = len(parts.mean.shape) - len(shares.shape)
         shares = ops.reshape(shares, (*shares.shape, *[1] * missing))
         mean = ops.sum(shares * parts.mean, axis=0)
@@ -53,7 +53,7 @@ class Moments(NamedTuple):
     def plus(self, other: Moments) -> Moments:
         """Return the pooled moments of both."""
         count = self.count + other.count
-        share = _numbers.share(other.count, count)
+        share = _numbers.divide_or_zero(other.count, count)
         step = other.mean - self.mean
         between = step * share * step * (1.0 - share)
         variance = self.variance * (1.0 - share) + other.variance * share + between
@@ -97,7 +97,7 @@ class MomentsRecorder:
 
     Args:
         place: returns the scope of the running code: the step, or a function or branch in it.
-        layers: BatchNormalization layers whose averages `put_back` restores.
+        layers: BatchNormalization layers whose averages `restore` restores.
 
     Attributes:
         calls: the calls, in order.
@@ -127,13 +127,13 @@ class MomentsRecorder:
         mean, variance = (ops.reshape(ops.stop_gradient(v), shape) for v in (mean, variance))
         count = _count(layer, inputs, mask)
         if epsilon:  # undo its effect on the mean
-            growth = _numbers.share(count + epsilon, count)
+            growth = _numbers.divide_or_zero(count + epsilon, count)
             exact = mean * growth
             mean, variance = exact, variance * growth - ops.square(exact - mean)
         self.calls.append(Call(layer, epsilon))
         self.moments.append(Moments(count, mean, variance))
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the running averages of the layers that were called."""
         written = self.written()
         for variable, value in self._before:
@@ -161,7 +161,7 @@ def _passing_on(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     def run(inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         mean, variance = moments(inputs, mask)
-        if (recorder := present_recorder.get()) is not None:
+        if (recorder := current_recorder.get()) is not None:
             recorder.record(layer, inputs, mask, mean, variance)
         return mean, variance
 

@@ -126,7 +126,7 @@ class Steps:
             return add_eagerly(sums, data, numbers), None
         run_one = self._recording(mode)
         if not self._backend.nests:
-            data, dense_sums = self._backend.placed(data), sums.without_rows()
+            data, dense_sums = self._backend.on_device(data), sums.without_rows()
             microbatch_sums = run_one(sums.unit, sums.num_counted, data, numbers)
             plus: Callable[..., Sums] = self._backend.compiled(("plus", mode), Sums.plus, [])
             return self._with_earlier_rows(sums, plus(dense_sums, microbatch_sums)), None
@@ -141,7 +141,7 @@ class Steps:
         run: Callable[..., tuple[Sums, Logs]] = self._backend.compiled(
             ("add", id(sole_structure), mode), add, self._reads(mode), consumes=True
         )
-        dense_sums, data = sums.without_rows(), self._backend.placed(data)
+        dense_sums, data = sums.without_rows(), self._backend.on_device(data)
         rest = dense_sums._replace(gradients=[])
         after, logs = run(dense_sums.gradients, rest, data, numbers)
         return self._with_earlier_rows(sums, after), logs
@@ -191,17 +191,17 @@ class Steps:
         return self._backend.compiled(("record", mode), function, self._reads(mode))
 
     def _reads(self, mode: Mode) -> tuple[Group, ...]:
-        return self._backend.of_step if mode.verdict is None else GROUPS
+        return self._backend.step_groups if mode.verdict is None else GROUPS
 
     def totals(self, batch: Batch) -> list[Scalar]:
         """Return the weights of the compiled loss's terms in a batch, by a forward pass."""
         backend = self._backend
-        weigh = backend.compiled("weigh", self.step.weigh, backend.of_step, discards=True)
+        weigh = backend.compiled("weigh", self.step.weigh, backend.step_groups, discards=True)
         microbatches = map(batch.microbatch, range(batch.num_microbatches))
         if not backend.traces:  # losses may write to their inputs
             microbatches = map(backend.copied, microbatches)
-        with backend.trying(is_own=False):
-            weights_of_each = [weigh(backend.placed(data)) for data in microbatches]
+        with backend.restoring(is_own=False):
+            weights_of_each = [weigh(backend.on_device(data)) for data in microbatches]
         return [sum(weights) for weights in zip(*weights_of_each)]
 
 

@@ -35,14 +35,14 @@ class Counters(NamedTuple):
 
     Attributes:
         skipped: microbatches that were skipped.
-        lost: windows with a weight, and a loss term that was zero in a microbatch because it was
-            divided by zero.
-        unlike: windows in which the proportions of the terms' numbers of values differ.
+        zero_division: windows with a weight, in which the denominator of a loss term was zero in
+            a microbatch.
+        uneven: windows in which the proportions of the terms' numbers of values differ.
     """
 
     skipped: Scalar
-    lost: Scalar
-    unlike: Scalar
+    zero_division: Scalar
+    uneven: Scalar
 
 
 class Updates:
@@ -75,7 +75,7 @@ class Updates:
             now: amounts after it.
         """
         model = self._model
-        amounts = self._backend.amounts_of_all([*now, *(before or ())])
+        amounts = self._backend.amounts_over_replicas([*now, *(before or ())])
         nothing = [Amount(0.0, 0.0, 0.0, 0.0) for _ in now]
         now, before = amounts[: len(now)], amounts[len(now) :] or nothing
         share = 1.0 / self._backend.num_replicas  # all replicas add to a metric
@@ -115,7 +115,7 @@ class Updates:
         gradients = [self._joined(g, sums.unit) for g in sums.gradients]
         sums = sums._replace(amounts=[], moments=[], gradients=gradients)
         before = [noise.of(applied.optimizer) for applied in structure.applied]
-        averages, *_ = self._backend.each(measure(before, noise.decay, sums))  # equal on all
+        averages, *_ = self._backend.per_replica(measure(before, noise.decay, sums))  # equal on all
         for applied, after in zip(structure.applied, averages):
             noise.set(applied.optimizer, after)
 
@@ -124,7 +124,7 @@ class Updates:
     ) -> list[Tensor]:
         total, after = _numbers.where(sums.total == 0, 1.0, sums.total), []
         weight = sums.total * sums.unit * self._backend.num_replicas
-        gradients, divisor = self._backend.sum_of_all(sums.gradients, total)
+        gradients, divisor = self._backend.gradients_over_replicas(sums.gradients, total)
         parts = zip(before, sums.squares, by_optimizer(structure.applied, gradients))
         variables_of_each = (applied.variables for applied in structure.applied)
         for (earlier, squares, (gradients, scale)), variables in zip(parts, variables_of_each):
@@ -170,12 +170,15 @@ class Updates:
         for call, moments in zip(structure.calls, others.moments):
             call.move(moments)
         self._backend.once(self.after_update)
-        has_lost = others.has_lost
+        has_zero_division = others.has_zero_division
         if others.total is not None:
-            has_lost = has_lost & (others.total != 0)
-        lost, unlike = (ops.cast(flag, "int32") for flag in (has_lost, others.has_unlike))
+            has_zero_division = has_zero_division & (others.total != 0)
+        zero_division, uneven = (
+            ops.cast(flag, "int32") for flag in (has_zero_division, others.is_uneven)
+        )
         return count(others, counters)._replace(
-            lost=counters.lost + lost, unlike=counters.unlike + unlike
+            zero_division=counters.zero_division + zero_division,
+            uneven=counters.uneven + uneven,
         )
 
     @functools.cached_property
@@ -183,12 +186,12 @@ class Updates:
         """Whether a "gradient" overwrites a variable, such as the scale of a float8 layer."""
         return any(map(overwrites, self._model.variables))
 
-    def look_at_scale(self, structure: Structure, sums: Sums) -> None:
+    def check_scale(self, structure: Structure, sums: Sums) -> None:
         """Warn if gradients that overwrite variables have another scale than on the full batch."""
         if not self.overwrites:
             return
         paths = [v.path for a in structure.applied for v in a.variables if overwrites(v)]
-        for replica_sums in self._backend.each(sums) if paths else ():
+        for replica_sums in self._backend.per_replica(sums) if paths else ():
             total = 1.0 if replica_sums.total is None else float(replica_sums.total)
             if total and abs(total - 1.0) > 1e-6:
                 self._model._warn_once(messages.rescaled_message(paths))

@@ -73,7 +73,7 @@ class Term(NamedTuple):
         value: the term as it enters the total loss.
         is_product: whether it is one number for all samples, times the mean or sum of their
             weights.
-        lost: bool scalars, whether it was made zero because it was divided by zero.
+        zero_division: bool scalars, whether it was made zero because it was divided by zero.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Term(NamedTuple):
     kind: Hashable
     value: Scalar = None
     is_product: bool = False
-    lost: tuple[Scalar, ...] = ()
+    zero_division: tuple[Scalar, ...] = ()
 
 
 class FullBatch(NamedTuple):
@@ -188,10 +188,10 @@ def combine(
         totals = whole.weights()
         if len(totals) != len(compiled):
             return unmatched
-        totals = [_numbers.constant(total) for total in totals]
+        totals = [_numbers.without_gradient(total) for total in totals]
         for term, total in zip(compiled, totals):
             if term.weight is not None and term.kind != "rows":
-                share = _numbers.share(_numbers.float64(term.weight), total)
+                share = _numbers.divide_or_zero(_numbers.float64(term.weight), total)
                 factors.append((term.value, share * parts))
         weight = rows
         if not whole.is_window:

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from ga_model.base._internals import ids_of_seeds
+from ga_model.base._internals import seed_ids
 from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import Group
@@ -45,17 +45,17 @@ class WeightsWatch:
         values = self._values() if is_compared else ()
         self._before = {id(variable): value for variable, value in values}
 
-    def end(self, window: Window, is_told: bool) -> None:
+    def end(self, window: Window, has_warned: bool) -> None:
         """Warn if variables have changed that the step itself does not write to.
 
         Args:
-            is_told: whether the user was already warned that the step is not exact.
+            has_warned: whether the user was already warned that the step is not exact.
         """
         self._num_windows += window.steps > 1
         before, self._before = self._before, {}
         changed = [
             variable.path
-            for variable, value in (self._values() if before and not is_told else ())
+            for variable, value in (self._values() if before and not has_warned else ())
             if not np.array_equal(value, before.get(id(variable), value), equal_nan=True)
         ]
         if changed:
@@ -64,7 +64,7 @@ class WeightsWatch:
     def _values(self) -> Iterator[tuple[keras.Variable, np.ndarray]]:
         """Yield variables and their values, except seeds and variables that the step writes to."""
         model = self._model
-        excluded = ids_of_seeds(model) | self._step.writes_to
+        excluded = seed_ids(model) | self._step.writes_to
         for group in _GROUPS:
             for variable, value in zip(
                 getattr(model, f"{group}_variables"), self._backend.values(group)

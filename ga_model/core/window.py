@@ -11,7 +11,7 @@ from keras import ops
 from ga_model.base import _numbers
 from ga_model.base._types import Gradient, Nest, Scalar, Tensor
 from ga_model.core.backend_types import Applied
-from ga_model.core.batch import num_rows, part_of
+from ga_model.core.batch import num_rows, samples_between
 from ga_model.core.noise import Squares
 from ga_model.core.statistics import Moments
 
@@ -36,7 +36,7 @@ class Amount(NamedTuple):
 
     def value(self) -> Scalar:
         """Return the mean or sum, or zero if nothing was added."""
-        return _numbers.share(self.numerator, self.denominator)
+        return _numbers.divide_or_zero(self.numerator, self.denominator)
 
 
 class Rows(NamedTuple):
@@ -93,15 +93,14 @@ class Sums(NamedTuple):
         unit: the largest weight so far times a power of two near the number of microbatches; zero
             before the first.
         num_counted, num_skipped: int32 scalars, microbatches that count, and that were skipped.
-        has_lost: bool scalar, whether a term was zero in a microbatch because it was divided by
-            zero.
+        has_zero_division: bool scalar, whether the denominator of a term was zero in a microbatch.
         num_news: microbatches that showed what no trial of the step has.
         moments: moments of the calls of BatchNormalization layers, in order.
         amounts: amounts of the numbers for metrics and logs, in order.
         squares: contributions to the gradient noise per optimizer, if it is measured.
         entries: number of loss values of each unmasked mean, if there are several; for a window,
             those of its first microbatch.
-        has_unlike: bool scalar, whether their proportions differ in another microbatch.
+        is_uneven: bool scalar, whether their proportions differ in another microbatch.
     """
 
     gradients: list[Gradient]
@@ -109,13 +108,13 @@ class Sums(NamedTuple):
     unit: Scalar
     num_counted: Scalar
     num_skipped: Scalar
-    has_lost: Scalar
+    has_zero_division: Scalar
     num_news: Scalar
     moments: list[Moments]
     amounts: list[Amount]
     squares: tuple[Squares, ...] = ()
     entries: tuple[Scalar, ...] = ()
-    has_unlike: Scalar = False
+    is_uneven: Scalar = False
 
     @classmethod
     def of_nothing(cls, num_gradients: int, is_sum: bool = False) -> Sums:
@@ -141,7 +140,7 @@ class Sums(NamedTuple):
             other.unit,
             self.num_counted + other.num_counted,
             self.num_skipped + other.num_skipped,
-            self.has_lost | other.has_lost,
+            self.has_zero_division | other.has_zero_division,
             self.num_news + other.num_news,
             [a.plus(b) for a, b in zip(self.moments, other.moments)],
             [a.plus(b) for a, b in zip(self.amounts, other.amounts)],
@@ -152,13 +151,17 @@ class Sums(NamedTuple):
     def _compared(self, other: Sums) -> tuple[tuple[Scalar, ...], Scalar]:
         """Return the entries of the first microbatch, and whether those of another differ."""
         if not self.entries or not other.entries:
-            return self.entries or other.entries, self.has_unlike
-        before, after, has_unlike = self.entries, other.entries, self.has_unlike
+            return self.entries or other.entries, self.is_uneven
+        before, after, is_uneven = (
+            self.entries,
+            other.entries,
+            self.is_uneven,
+        )
         for count, other_count in zip(before[1:], after[1:]):
             # Entries of a window without microbatches are zero, and never differ.
-            has_unlike = has_unlike | (count * after[0] != other_count * before[0])
+            is_uneven = is_uneven | (count * after[0] != other_count * before[0])
         is_empty = self.num_counted == 0
-        return tuple(_numbers.where(is_empty, b, a) for a, b in zip(before, after)), has_unlike
+        return tuple(_numbers.where(is_empty, b, a) for a, b in zip(before, after)), is_uneven
 
     def counted(self) -> Sums:
         """Return the sums of one microbatch as those of a window."""
@@ -195,7 +198,7 @@ class Sums(NamedTuple):
 
 def shrinkage(unit: Scalar, later: Scalar) -> Scalar:
     """Return the factor that converts sums from one unit to a later one, at least as large."""
-    return _numbers.where(unit == 0, 1.0, _numbers.share(unit, later))
+    return _numbers.where(unit == 0, 1.0, _numbers.divide_or_zero(unit, later))
 
 
 def _sum(a: Gradient, b: Gradient, *args: Scalar) -> Gradient:
@@ -252,7 +255,7 @@ class Window:
         steps: batches of the open window, or of the next one.
         num_batches: batches that wait for the update.
         sums: sums of the microbatches, or None before the first.
-        held: samples of each microbatch for a trial, and `num_news` of the sums after it.
+        trial_samples: samples of each microbatch for a trial, and `num_news` of the sums after it.
         was_full: whether any window was full so far.
     """
 
@@ -273,23 +276,23 @@ class Window:
         self.sums: Sums | None = None
         self.num_batches = 0
         self.applied: list[Applied] | None = None  # optimizers that the last step applied
-        self.held: list[tuple[Nest, Scalar]] = []
+        self.trial_samples: list[tuple[Nest, Scalar]] = []
 
-    def hold(self, data: Nest, num_news: Scalar) -> None:
+    def keep_samples(self, data: Nest, num_news: Scalar) -> None:
         """Hold the first samples of a microbatch, or all if there are few."""
         rows = num_rows(data)
-        self.held.append((part_of(data, 0, rows if rows <= 8 else 5), num_news))
+        self.trial_samples.append((samples_between(data, 0, rows if rows <= 8 else 5), num_news))
 
     def samples_with_news(self) -> list[Nest]:
         """Return samples of a microbatch with news, then of the others, or [] if none has news."""
-        counts = [int(num_news) for _, num_news in self.held]
+        counts = [int(num_news) for _, num_news in self.trial_samples]
         if not counts or not counts[-1]:
             return []
         is_news = [now > before for before, now in zip([0, *counts], counts)]
         first_index = is_news.index(True)
         others = [index for index in range(len(counts)) if index != first_index]
         others.sort(key=lambda index: is_news[index])
-        return [self.held[index][0] for index in (first_index, *others)]
+        return [self.trial_samples[index][0] for index in (first_index, *others)]
 
     def end_batch(self) -> bool:
         """Count a batch, and return whether it fills the window."""

@@ -210,7 +210,7 @@ def test_the_verdict_is_the_known_truth(name, settings, verdict, reason, record_
     model, *data = seeded(MODELS.get(name) or functools.partial(of_the_suite, name))
     report = check_equivalence(model, *data, **settings)
     text = str(report)
-    told = [v for v in report.variables if v.is_told]
+    told = [v for v in report.variables if v.is_comparable]
     record_property("difference", max((v.difference for v in told), default=np.nan))
     record_property("rounding", max((v.rounding for v in told), default=np.nan))
     assert report.verdict == verdict, text
@@ -292,9 +292,11 @@ def test_a_variable_is_equal_up_to_rounding(dtype, rounding, largest):
         return VariableDifference("w", dtype, 1, True, difference, rounding)
 
     assert of(largest).is_equal
-    assert of(largest).is_told
+    assert of(largest).is_comparable
     assert not of(1.01 * largest + 1e-12).is_equal
-    assert not VariableDifference("w", "float32", 1, True, 0.0, 2e-3).is_told  # by rounding alone
+    assert not VariableDifference(
+        "w", "float32", 1, True, 0.0, 2e-3
+    ).is_comparable  # by rounding alone
 
 
 def test_a_model_on_several_replicas_is_refused():

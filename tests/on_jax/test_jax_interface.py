@@ -107,8 +107,8 @@ shares, run = {}, Steps.microbatch
 
 
 def noting(self, mode, sums, data, *args):
-    added = run(self, mode, sums, self._backend.placed(data), *args)
-    for array in (self._backend.placed(data)[0], added[0].gradients[0]):
+    added = run(self, mode, sums, self._backend.on_device(data), *args)
+    for array in (self._backend.on_device(data)[0], added[0].gradients[0]):
         shares[size].add(tuple(part.data.shape for part in array.addressable_shards))
     return added
 

@@ -18,7 +18,7 @@ from training import train
 
 from ga_model import AccumulatingModel, AccumulationScheduler, accumulate
 from ga_model.backends.torch import layer_calls
-from ga_model.base._call_again import PythonState
+from ga_model.base._python_state import PythonState
 from ga_model.core import recorder
 
 
@@ -133,7 +133,7 @@ def test_what_is_put_back_costs_little_where_keras_keeps_nothing():
     model.by_name["other"] = []
     model.last = 4
     assert [name for _, name, _ in state.changed()] == ["seen", "by_name", "last", "_losses"]
-    state.put_back()
+    state.restore()
     assert (model.seen, model.by_name, hasattr(model, "last")) == ([], {"all": [1]}, False)
     assert model.layers[0]._losses == []
     model.by_name = {}

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import keras
 
-from ga_model.base._names import answering
+from ga_model.base._names import suggests_argument_names
 from ga_model.core.accumulator import Accumulator, added
 
 
@@ -50,7 +50,7 @@ class GradientAccumulator(Accumulator):
     _source = "what `jax.grad` returns for it"
     _added = staticmethod(jax.jit(added, donate_argnums=0))
 
-    @answering
+    @suggests_argument_names
     def __init__(self) -> None:
         super().__init__()
 

@@ -14,8 +14,13 @@ import keras
 from ga_model.backends.jax import layer_calls, refusals
 from ga_model.backends.jax.noting import UNNOTED, Noting
 from ga_model.base._context import ThreadValue
-from ga_model.base._internals import counter_of, scope_of, stateless_scope, value_in
-from ga_model.base._internals_jax import MORE_METHODS_OF_STEP, leave_values, put_values_back
+from ga_model.base._internals import (
+    iterations_variable,
+    stateless_scope,
+    stateless_scope_with,
+    value_in,
+)
+from ga_model.base._internals_jax import MORE_METHODS_OF_STEP, restore_variables, sync_variables
 from ga_model.base._types import Gradient, Nest, Scalar, Tensor
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS, Applied, Function, Group
@@ -42,7 +47,7 @@ def _stateless_apply(
     rate = recording.rate_of(grads, trainable_variables)
     with recording.backend.unnoted():
         moved = [_moved(*pair, rate) for pair in zip(trainable_variables, grads)]
-    counter = counter_of(optimizer)
+    counter = iterations_variable(optimizer)
     pairs = zip(optimizer.variables, optimizer_variables)
     return moved, [x + (rate != 0).astype(x.dtype) if v is counter else x for v, x in pairs]
 
@@ -62,7 +67,7 @@ class JaxBackend(Backend):
 
     recorded_methods = SCALE_LOSS, recorded("stateless_apply", _stateless_apply)
     methods_of_step = (*Backend.methods_of_step, *MORE_METHODS_OF_STEP)
-    noted_by = Noting
+    noted_class = Noting
     has_several_optimizers = False
 
     def __init__(self, model: keras.Model) -> None:
@@ -77,7 +82,7 @@ class JaxBackend(Backend):
         return list(getattr(self._model, f"{group}_variables"))
 
     @property
-    def of_step(self) -> tuple[Group, ...]:  # type: ignore[override]
+    def step_groups(self) -> tuple[Group, ...]:  # type: ignore[override]
         # Passing an optimizer's hundreds of arrays would cost time in each call.
         scale_loss = self._model.optimizer.__class__.scale_loss
         if scale_loss is keras.optimizers.Optimizer.scale_loss:
@@ -99,7 +104,7 @@ class JaxBackend(Backend):
         distribution = keras.distribution.distribution()
         return 1 if distribution is None else int(distribution.device_mesh.devices.size)
 
-    def placed(self, data: Nest) -> Nest:
+    def on_device(self, data: Nest) -> Nest:
         if (distribution := keras.distribution.distribution()) is None:
             return data
 
@@ -159,7 +164,7 @@ class JaxBackend(Backend):
             return logs, tuple(self._values[group] for group in GROUPS)
         except BaseException:  # KeyboardInterrupt, too
             # Otherwise Keras loses them if this is the first step of `fit`.
-            leave_values(self._model, self._values)
+            restore_variables(self._model, self._values)
             raise
         finally:
             self._values = {}
@@ -175,7 +180,7 @@ class JaxBackend(Backend):
 
     @contextlib.contextmanager
     def outside_of_training(self) -> Iterator[None]:
-        put_values_back(self._model)
+        sync_variables(self._model)
         variables = {group: self.variables(group) for group in GROUPS}
         self._values = {group: [v.value for v in variables[group]] for group in GROUPS}
         try:
@@ -280,7 +285,7 @@ class JaxBackend(Backend):
         return error.with_traceback(None) if is_exhausted else None
 
     @contextlib.contextmanager
-    def trying(self, is_own: bool) -> Iterator[None]:
+    def restoring(self, is_own: bool) -> Iterator[None]:
         before = dict(self._values)
         try:
             yield
@@ -350,4 +355,6 @@ def _scope(
     variables: dict[Group, list[keras.Variable]], values: dict[Group, list[jax.Array]]
 ) -> keras.StatelessScope:
     """Return a scope in which the variables of each group have these values."""
-    return scope_of(chain(*variables.values()), chain(*(values[group] for group in variables)))
+    return stateless_scope_with(
+        chain(*variables.values()), chain(*(values[group] for group in variables))
+    )

@@ -10,7 +10,7 @@ import tensorflow as tf
 from ga_model.backends.tensorflow import optimizers, replicas
 from ga_model.base import _numbers
 from ga_model.base._internals import overwrites, raw
-from ga_model.base._names import answering
+from ga_model.base._names import suggests_argument_names
 from ga_model.base._types import Gradient, Nest, Scalar, Tensor
 from ga_model.core import messages
 from ga_model.core.accumulator import Accumulator, nothing
@@ -70,7 +70,7 @@ class GradientAccumulator(Accumulator):
     _tensor_type = (tf.Tensor, tf.IndexedSlices)
     _source = "what `tape.gradient` returns"
 
-    @answering
+    @suggests_argument_names
     def __init__(self) -> None:
         self._strategy = tf.distribute.get_strategy()
         if tf.distribute.has_strategy():
@@ -100,7 +100,7 @@ class GradientAccumulator(Accumulator):
         weight = _numbers.float64(1.0 if is_sum else weight)
         unit, counts = self._unit.read_value(), weight != 0
         later = tf.maximum(unit, abs(weight))
-        relative, shrink = _numbers.share(weight, later), shrinkage(unit, later)
+        relative, shrink = _numbers.divide_or_zero(weight, later), shrinkage(unit, later)
         is_first = tf.equal(self.num_microbatches, 0)
         for variable, buffer, gradient in zip(self.variables, self._sums, gradients):
             before = _read(buffer, is_first)

@@ -25,18 +25,18 @@ from ga_model.backends.tensorflow.replicas import OnReplicas, Replicas, SharedBa
 from ga_model.backends.tensorflow.sparse import Tables
 from ga_model.backends.tensorflow.state import State, Variables
 from ga_model.base import _numbers
-from ga_model.base._call_again import PythonState
 from ga_model.base._context import ThreadValue
 from ga_model.base._internals import (
     build,
     compiled_loss,
-    counter_of,
     is_built,
+    iterations_variable,
     raw,
     strategy_of_model,
 )
-from ga_model.base._internals_tf import graph_being_made, is_branch, noting_writes
+from ga_model.base._internals_tf import graph_being_made, is_branch, recording_writes
 from ga_model.base._method_patch import MethodPatch
+from ga_model.base._python_state import PythonState
 from ga_model.base._types import Gradient, Nest, Scalar
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import Applied, Function, States
@@ -55,7 +55,7 @@ def _move(applied: Applied, gradients: list[Gradient], rate: tf.Tensor) -> None:
         if gradient is not None:
             step = tf.math.multiply_no_nan(gradient, tf.cast(rate, gradient.dtype))
             raw(variable).assign_sub(tf.cast(step, raw(variable).dtype))
-    counter = raw(counter_of(applied.optimizer))
+    counter = raw(iterations_variable(applied.optimizer))
     counter.assign_add(tf.cast(rate != 0, counter.dtype))
 
 
@@ -70,7 +70,7 @@ class TensorFlowBackend(Backend):
         is_for_any_samples: whether the present trace is for any number of samples.
     """
 
-    noted_by = Noting
+    noted_class = Noting
 
     def __init__(self, model: keras.Model) -> None:
         super().__init__(model)
@@ -136,7 +136,7 @@ class TensorFlowBackend(Backend):
         tensors, shared = each_tensors(arguments), self.replicas
         if shared is None or shared.is_inside():
             return function(*tensors)
-        return shared.together(shared.run(function, shared.each(tensors)))
+        return shared.together(shared.run(function, shared.per_replica(tensors)))
 
     @staticmethod
     @functools.lru_cache(64)  # all batches use the same few numbers
@@ -144,11 +144,11 @@ class TensorFlowBackend(Backend):
         return tf.constant(value, tf.float64)
 
     def key_of(self, arguments: tuple[Nest, ...]) -> Hashable:
-        keys = tuple(map(key_of_nest, self.each(each_tensors(arguments))))
+        keys = tuple(map(key_of_nest, self.per_replica(each_tensors(arguments))))
         return keys, len(self._model.trainable_variables)
 
-    def each(self, nest: Nest) -> list[Nest]:
-        return [nest] if self.replicas is None else self.replicas.each(nest)
+    def per_replica(self, nest: Nest) -> list[Nest]:
+        return [nest] if self.replicas is None else self.replicas.per_replica(nest)
 
     def batch(self, data: Nest, size: int | None) -> Batch:
         if self.replicas is None:
@@ -158,7 +158,7 @@ class TensorFlowBackend(Backend):
     def as_traced(self, data: Nest) -> Nest:
         return AnySamples(data) if self.traces and not self.needs_number else data
 
-    def traces_otherwise(self, error: Exception) -> bool | None:
+    def retraces_after(self, error: Exception) -> bool | None:
         if not self.traces or isinstance(error, (tf.errors.OpError, MemoryError)):
             return None
         self.needs_number = not self.needs_number  # and back if that raises an error, too
@@ -185,7 +185,7 @@ class TensorFlowBackend(Backend):
 
     def run_step(self, data: Nest) -> tuple[Nest, list[keras.Variable]]:
         others = {id(raw(v)): v for v in self._model.non_trainable_variables}
-        noting = noting_writes(list(map(raw, others.values())))
+        noting = recording_writes(list(map(raw, others.values())))
         with self.running_step(), noting as written:
             logs = self._model.train_step(data)
         return logs, [others[id(variable)] for variable in written]
@@ -204,11 +204,13 @@ class TensorFlowBackend(Backend):
         summed: Sums = exchange(numbers)
         return summed._replace(gradients=sums.gradients, amounts=sums.amounts), is_end
 
-    def amounts_of_all(self, amounts: list[Amount]) -> list[Amount]:
+    def amounts_over_replicas(self, amounts: list[Amount]) -> list[Amount]:
         shared = self.replicas
         return amounts if shared is None or shared.number == 1 else shared.amounts(amounts)
 
-    def sum_of_all(self, gradients: list[Gradient], total: Scalar) -> tuple[list[Gradient], Scalar]:
+    def gradients_over_replicas(
+        self, gradients: list[Gradient], total: Scalar
+    ) -> tuple[list[Gradient], Scalar]:
         if self.num_replicas == 1:
             return gradients, total
         context = tf.distribute.get_replica_context()
@@ -234,7 +236,9 @@ class TensorFlowBackend(Backend):
 
     is_driven_by_python = staticmethod(tf.executing_eagerly)
 
-    def take(self, recording: Recording, applied: Applied, gradients: list[Gradient]) -> None:
+    def record_gradients(
+        self, recording: Recording, applied: Applied, gradients: list[Gradient]
+    ) -> None:
         optimizer, variables, _ = applied
         if is_branch(graph_being_made()):
             raise CannotAccumulateError(inner_graph_message(recording.model.name))
@@ -267,7 +271,7 @@ class TensorFlowBackend(Backend):
         if (shared := self.replicas) is None or shared.is_inside():
             return sparse.joined(rows, unit)
         joined: list[Rows] = []
-        for place, (own, own_unit) in enumerate(shared.each((rows, unit))):
+        for place, (own, own_unit) in enumerate(shared.per_replica((rows, unit))):
             with shared.on_device(place):
                 joined.append(sparse.joined(own, own_unit))
         return shared.together(joined)  # type: ignore[no-any-return]
@@ -280,7 +284,7 @@ class TensorFlowBackend(Backend):
         try:
             yield
         except BaseException:
-            state.put_back()
+            state.restore()
             raise
 
     def state(self) -> States:
@@ -328,10 +332,10 @@ class TensorFlowBackend(Backend):
     def check(self) -> None:
         replicas.check(self._model, self._model._accumulation.settings.microbatch_size)
 
-    def is_at_hand(self, tensor: tf.Tensor) -> bool:
+    def is_available(self, tensor: tf.Tensor) -> bool:
         return not tf.is_symbolic_tensor(tensor) or tensor.graph is graph_being_made()
 
-    place = staticmethod(graph_being_made)
+    current_graph = staticmethod(graph_being_made)
     run_isolated = staticmethod(layer_calls.run_isolated)
 
     def by_microbatches(self, split: Split) -> tuple[list[tf.Tensor], Traced]:
@@ -352,12 +356,12 @@ class TensorFlowBackend(Backend):
         return error.with_traceback(None) if is_exhausted else None
 
     @contextlib.contextmanager
-    def trying(self, is_own: bool) -> Iterator[None]:
+    def restoring(self, is_own: bool) -> Iterator[None]:
         state = States(self._all_kept(is_own), PythonState(self._model))
         try:
             yield
         finally:
-            state.put_back()
+            state.restore()
 
 
 _built_outside = MethodPatch(

@@ -59,7 +59,7 @@ class Compiled:
             return (self._run if shared is None else self._call)(*tensors)
         if shared is None:
             return self._run_on(tensors)
-        each = shared.each(tensors)
+        each = shared.per_replica(tensors)
         return shared.together(self._traced_for(each)(*each))
 
     def _run_on_held(self, sums: list[Gradient], *others: Nest) -> tuple[Sums, Nest]:
@@ -80,7 +80,9 @@ class Compiled:
 
     def shapes(self, arguments: tuple[Nest, ...]) -> Nest:
         """Return the shapes of the function's results on one replica, without running it."""
-        outputs = self._traced_for(self._backend.each(each_tensors(arguments))).structured_outputs
+        outputs = self._traced_for(
+            self._backend.per_replica(each_tensors(arguments))
+        ).structured_outputs
         return outputs if self._backend.replicas is None else outputs[0]
 
     def _call(self, *arguments: Nest) -> Nest:

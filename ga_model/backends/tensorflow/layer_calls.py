@@ -13,17 +13,17 @@ import numpy as np
 import tensorflow as tf
 
 from ga_model.backends.tensorflow.noting import Noting
-from ga_model.base._context import is_unnoted
-from ga_model.base._internals import call_scopes, logits_of, mask_of, set_logits, set_mask
+from ga_model.base._context import is_package_code
+from ga_model.base._internals import logits_of, mask_of, saved_call_scopes, set_logits, set_mask
 from ga_model.base._internals_tf import (
     NOT_INLINED,
     has_forward_derivatives,
     has_second_derivatives,
-    is_followed,
+    is_watched_by_tape,
+    pause_tapes,
     record_on_tapes,
-    seen_by_tapes,
+    resume_tapes,
     stateful_draws,
-    unseen_by_tapes,
 )
 from ga_model.base._types import Gradient, Nest
 from ga_model.core.call_types import IsolatedCall, Split, Traced
@@ -53,7 +53,7 @@ class Microbatches:
         if split.most is not None:
             self._number = tf.minimum(self._number, split.most)
         self._places = [i for i, source in enumerate(self._sources) if _has_gradient(source)]
-        self._in_call = call_scopes()
+        self._in_call = saved_call_scopes()
 
     def run(self) -> tuple[list[tf.Tensor], Traced]:
         """Run all microbatches, and record them on tapes."""
@@ -61,18 +61,18 @@ class Microbatches:
         specs.append(tf.TensorSpec([], tf.float64))  # of its share
         run_one = self._in_graph(self._run_one, specs)
         if tf.executing_eagerly():
-            with unseen_by_tapes():
+            with pause_tapes():
                 form = run_one(self._carried, self._fixed, self._part(0), tf.ones((), tf.float64))
         else:
             form = run_one.structured_outputs
         backward = None
         sources = [self._sources[place] for place in self._places]
-        if any(map(is_followed, sources)):
+        if any(map(is_watched_by_tape, sources)):
             # XLA differentiates no function in which it compiles a loop.
             self._jit_compile = self._jit_compile and not has_second_derivatives(sources)
             upstream = [_specs(tf.nest.flatten(form[1][:2]), True), _specs(form[1].losses)]
             backward = self._in_graph(self._gradients_of_one, [*specs, *upstream])
-        with unseen_by_tapes():
+        with pause_tapes():
             carried, begun, traced = self._forward(run_one, *form)
         if backward is not None:
             self._record(backward, begun, traced)
@@ -148,7 +148,7 @@ class Microbatches:
         return [tensor[rows] for tensor in self._samples]
 
     def _share_of(self, part: list[tf.Tensor]) -> tf.Tensor:
-        with is_unnoted.set(True):
+        with is_package_code.set(True):
             return tf.cast(_rows_of(part[0]), tf.float64) / tf.cast(self._rows, tf.float64)
 
     def _forward(
@@ -344,7 +344,7 @@ def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., lis
             if not derives:
                 return list(map(np.asarray, Noting(draws).run(call.function, arguments)))
             sources = [tensor for tensor in (*arguments[1], *arguments[0]) if _has_gradient(tensor)]
-            with seen_by_tapes(), tf.GradientTape(watch_accessed_variables=False) as tape:
+            with resume_tapes(), tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(sources)
                 outputs = Noting(draws).run(call.function, arguments)
             differentiable = [output for output in outputs if _has_gradient(output)]

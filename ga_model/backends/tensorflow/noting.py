@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
-from ga_model.base._context import is_unnoted
-from ga_model.base._internals_tf import seeing_operations
+from ga_model.base._context import is_package_code
+from ga_model.base._internals_tf import observing_operations
 from ga_model.base._types import Nest, Scalar
 from ga_model.core.proof.noted import Draws, Noted
 
@@ -42,7 +42,7 @@ class Noting(Noted):
         self._of_shapes: dict[int, tf.Tensor] = {}
 
     def run(self, function: Callable[..., Nest], arguments: tuple[Nest, ...]) -> Nest:
-        with seeing_operations(self._see):
+        with observing_operations(self._see):
             return function(*arguments)
 
     def _see(
@@ -53,7 +53,7 @@ class Noting(Noted):
             return [drawn]
         if name in _OF_SHAPES or (inputs and all(map(self._follows_from_shapes, inputs))):
             self._of_shapes |= {id(output): output for output in outputs}
-        for value in () if is_unnoted.get() else _scalars_of(name, inputs, outputs):
+        for value in () if is_package_code.get() else _scalars_of(name, inputs, outputs):
             if value.shape.rank == 0 and (value.dtype.is_floating or value.dtype.is_bool):
                 self.note(name, tf.cast(value, tf.float64), self._follows_from_shapes(value))
         return None

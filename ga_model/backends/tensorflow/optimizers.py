@@ -72,7 +72,7 @@ def apply(applied: Applied, gradients: list[Gradient]) -> None:
     has_replicas = tf.distribute.get_strategy().num_replicas_in_sync > 1
     if has_replicas and (is_scaled or _clips(optimizer)):
         gradients = _sum_on_first_replica(gradients, shows_overflow=is_scaled)
-    applied.again(gradients)
+    applied.reapply(gradients)
 
 
 def _clips(optimizer: keras.optimizers.Optimizer) -> bool:

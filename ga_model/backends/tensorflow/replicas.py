@@ -24,12 +24,12 @@ from ga_model.base import _numbers
 from ga_model.base._internals import (
     metrics_exchange,
     raw,
-    scaled_for_replicas,
+    scale_for_replicas,
     strategy_of_model,
     strategy_of_optimizer,
 )
 from ga_model.base._types import Nest, Scalar, Tensor
-from ga_model.core.batch import Batch, part_of
+from ga_model.core.batch import Batch, samples_between
 from ga_model.core.messages import WITHOUT
 from ga_model.core.models import optimizers_in
 from ga_model.core.noise import Squares
@@ -38,7 +38,10 @@ from ga_model.core.window import Amount, Sums
 
 _MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _TRIED = (tf.distribute.OneDeviceStrategy, *_MIRRORED)
-_COUNTS, _FLAGS = ("num_counted", "num_skipped", "num_news"), ("has_lost", "has_unlike")
+_COUNTS, _FLAGS = (
+    ("num_counted", "num_skipped", "num_news"),
+    ("has_zero_division", "is_uneven"),
+)
 
 
 class OnReplicas:
@@ -65,7 +68,7 @@ class Replicas:
         """Return whether this code runs on a replica."""
         return is_on_replica_of(self.strategy)
 
-    def each(self, nest: Nest) -> list[Nest]:
+    def per_replica(self, nest: Nest) -> list[Nest]:
         """Return a nest as each replica of this process has it."""
 
         def of_replica(place: int, leaf: Any) -> Any:
@@ -111,7 +114,7 @@ class Replicas:
 
     def samples_of(self, data: Nest, of_all: bool) -> Nest:
         """Return samples of a batch; with `of_all`, the same in all processes."""
-        each = self.each(data)
+        each = self.per_replica(data)
         if of_all and self.number > self._num_here:
             return tf.nest.map_structure(self._gathered, *each)
         return max(each, key=lambda part: Batch(part, None).rows)
@@ -131,7 +134,7 @@ class Replicas:
                 return tf.reduce_mean(tf.stack(leaves), 0)
             return self.strategy.reduce("MEAN", self._distributed(leaves), axis=None)
 
-        return tf.nest.map_structure(mean, *self.each(nest))
+        return tf.nest.map_structure(mean, *self.per_replica(nest))
 
     def _distributed(self, values: Iterable[Scalar]) -> tf.distribute.DistributedValues:
         """Return a `tf.distribute` value from one value for each replica of this process."""
@@ -178,7 +181,7 @@ class SharedBatch(Batch):
     """A batch whose samples are shared by replicas, perhaps unevenly; `size` is for one replica."""
 
     def __init__(self, replicas: Replicas, data: Nest, size: int | None) -> None:
-        self._replicas, self._each, self._size = replicas, replicas.each(data), size
+        self._replicas, self._each, self._size = replicas, replicas.per_replica(data), size
         parts = [Batch(part, size) for part in self._each]
         self.rows = max(part.rows for part in parts)
         self.num_microbatches = max(part.num_microbatches for part in parts)
@@ -190,7 +193,7 @@ class SharedBatch(Batch):
             each = []
             for place, part in enumerate(self._each):
                 with self._replicas.on_device(place):
-                    each.append(part_of(part, index * size, (index + 1) * size))
+                    each.append(samples_between(part, index * size, (index + 1) * size))
         return self._replicas.together(each)
 
 
@@ -205,7 +208,7 @@ def _total_of(own: tf.Tensor, unit: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
     largest = tf.reduce_max(unit)
     of_window = tf.reduce_sum(total * tf.math.divide_no_nan(unit, largest))
     factor = tf.where(own == 0, tf.ones_like(own), tf.math.divide_no_nan(largest, own))
-    return of_window * factor * scaled_for_replicas(tf.ones((), tf.float64))
+    return of_window * factor * scale_for_replicas(tf.ones((), tf.float64))
 
 
 def largest(tensor: tf.Tensor) -> tf.Tensor:

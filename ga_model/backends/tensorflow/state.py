@@ -21,10 +21,10 @@ class State(VariableSnapshot):
         every = [copy for variable in self._variables for copy in copies(variable)]
         self._values = [(copy, value_of(copy)) for copy in every]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for copy, value in self._values:
             copy.assign(value)
-        super().put_back()
+        super().restore()
 
 
 class Variables:
@@ -39,7 +39,7 @@ class Variables:
             if id(variable) not in self._values:
                 self._values[id(variable)] = variable, variable.read_value()
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore all values."""
         for variable, value in self._values.values():
             variable.assign(value)

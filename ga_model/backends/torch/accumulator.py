@@ -7,7 +7,7 @@ import torch
 
 from ga_model.backends.torch import refusals
 from ga_model.backends.torch.process_group import num_processes, processes_of
-from ga_model.base._names import answering
+from ga_model.base._names import suggests_argument_names
 from ga_model.core.accumulator import Accumulator, added, check_optimizer
 from ga_model.core.backend_types import Applied
 from ga_model.core.window import Sums
@@ -54,7 +54,7 @@ class GradientAccumulator(Accumulator):
     _source = "what the backward pass leaves in `variable.value.grad`"
     _added = staticmethod(torch.no_grad()(added))
 
-    @answering
+    @suggests_argument_names
     def __init__(self, *, process_group: torch.distributed.ProcessGroup | None = None) -> None:
         super().__init__()
         refusals.check_group(process_group)

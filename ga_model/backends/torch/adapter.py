@@ -17,9 +17,9 @@ from ga_model.backends.torch.noting import Noting
 from ga_model.backends.torch.optimizers import TorchOptimizer, TorchOptimizers
 from ga_model.backends.torch.process_group import processes_of
 from ga_model.backends.torch.state import LeftGradients, State
-from ga_model.base._call_again import Attributes, PythonState
 from ga_model.base._internals import raw, stateless_scope
 from ga_model.base._internals_torch import times_written
+from ga_model.base._python_state import Attributes, PythonState
 from ga_model.base._types import Nest
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import Applied, Function, States
@@ -40,7 +40,7 @@ class TorchBackend(Backend):
         processes: the processes of the group, or None if this one trains alone.
     """
 
-    noted_by = Noting
+    noted_class = Noting
     traces = False
 
     def __init__(self, model: keras.Model) -> None:
@@ -112,7 +112,7 @@ class TorchBackend(Backend):
         with super().recording_optimizers(), self._optimizers_of_torch.recorded():
             yield
 
-    take = staticmethod(optimizers.take)
+    record_gradients = staticmethod(optimizers.record_gradients)
 
     def once(self, function: Callable[[], Any]) -> None:
         with torch.no_grad():
@@ -132,7 +132,7 @@ class TorchBackend(Backend):
         try:
             yield
         except BaseException:
-            state.put_back()
+            state.restore()
             raise
 
     def state(self) -> States:
@@ -152,7 +152,7 @@ class TorchBackend(Backend):
     def check(self) -> None:
         refusals.check(self._model)
 
-    why_whole = staticmethod(call_hooks.why_whole)
+    reason_not_to_split = staticmethod(call_hooks.reason_not_to_split)
 
     def is_in_step(self) -> bool:
         return stateless_scope() is None  # inside a scope, the step sets values of weights
@@ -183,15 +183,15 @@ class TorchBackend(Backend):
         return error
 
     @contextlib.contextmanager
-    def trying(self, is_own: bool) -> Iterator[None]:
+    def restoring(self, is_own: bool) -> Iterator[None]:
         model = self._model
         state, python = self._kept(with_weights=is_own), PythonState(model)
         try:
             yield
         finally:
             is_updated = is_own and state.differs_in(map(raw, model.trainable_variables))
-            state.put_back()
-            python.put_back()
+            state.restore()
+            python.restore()
         if is_updated:
             raise ValueError(refusals.unknown_update_message(model.name))
 

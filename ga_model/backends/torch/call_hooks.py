@@ -26,7 +26,7 @@ from ga_model.base._method_patch import MethodPatch
 _noted = ThreadValue()
 
 
-def why_whole(layer: keras.Layer) -> str | None:
+def reason_not_to_split(layer: keras.Layer) -> str | None:
     """Return why buffers or hooks of a layer forbid splitting its calls, or None."""
     if any(True for part in layers_in(layer) for _ in part.buffers()):
         return "it has PyTorch buffers, which a call may write to"

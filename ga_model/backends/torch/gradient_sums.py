@@ -78,7 +78,7 @@ class GradientSums:
                 if total is not None:
                     wide = _numbers.added(total, wide, 1.0, self._counts)
                 elif self._counts is not True:
-                    wide = _numbers.if_so(self._counts, wide)
+                    wide = _numbers.where_or_zero(self._counts, wide)
                 self._totals[place] = wide
 
         return add

@@ -65,7 +65,7 @@ def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., lis
                     sources = [t for t in (*parts, *leaves, *others) if t.requires_grad]
                     outputs = _isolated_gradients(outputs, sources)
             finally:
-                kept.put_back()
+                kept.restore()
             return [keras.ops.convert_to_numpy(output) for output in outputs]
 
     return run

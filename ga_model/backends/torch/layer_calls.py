@@ -24,9 +24,9 @@ from ga_model.backends.torch.state import (
     set_random_state,
 )
 from ga_model.base import _numbers
-from ga_model.base._call_again import PythonState
-from ga_model.base._internals import call_scopes, layers_in, raw, seeds
+from ga_model.base._internals import layers_in, raw, saved_call_scopes, seeds
 from ga_model.base._internals_torch import times_written
+from ga_model.base._python_state import PythonState
 from ga_model.core.call_types import Split, Traced
 from ga_model.core.proof.calls import NotByRowsError
 from ga_model.core.statistics import Moments
@@ -50,7 +50,7 @@ class Microbatches:
         others = parameters_beside(split.layer, split.fixed)
         self.sources = [t for t in (*tensors, *others) if t.requires_grad]
         self._tensors = TensorSnapshot(split.layer)
-        self._in_call, self._autocast = call_scopes(), autocast_scopes()
+        self._in_call, self._autocast = saved_call_scopes(), autocast_scopes()
         # The `carried` and the random state before each microbatch.
         self._starts: list[tuple[list[torch.Tensor], tuple[torch.Tensor, list[torch.Tensor]]]] = []
         self._carried = [tensor.detach().clone() for tensor in split.carried]  # it is written to
@@ -69,7 +69,7 @@ class Microbatches:
         try:
             results = _Operation.apply(self, *self.sources)
         except BaseException:
-            self._tensors.put_back()
+            self._tensors.restore()
             set_random_state(random)
             raise
         outputs, others = list(results[: self._num_outputs]), results[self._num_outputs :]
@@ -150,7 +150,7 @@ class Microbatches:
                     for part, gradient, found in zip(part_sources, gradients[len(shared) :], rows):
                         found.append(torch.zeros_like(part) if gradient is None else gradient)
         finally:
-            python.put_back()
+            python.restore()
         sums = [a if a is None else a.to(t.dtype) for a, t in zip(sums, shared)]
         joined = [
             torch.cat([*found, t.new_zeros((self._rows - share.stop, *t.shape[1:]))])

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ga_model.backends.torch.state import preserving_random_state, seed_random
-from ga_model.base._context import is_unnoted
+from ga_model.base._context import is_package_code
 from ga_model.base._internals_torch import PRIVATE_DRAWS, READS_NUMBER, is_in_derivative, name_of
 from ga_model.base._types import Nest, Scalar
 from ga_model.core.proof.noted import Draws, Noted
@@ -59,7 +59,7 @@ class Noting(TorchDispatchMode, Noted):
         outputs = func(*args, **kwargs)
         if isinstance(outputs, torch.Tensor):
             self.dtypes.add(_name_of_dtype(outputs.dtype))
-        if not may_divide or is_unnoted.get():
+        if not may_divide or is_package_code.get():
             return outputs
         for value in _divisors_of(name, args, outputs):
             # A Python number in the backward pass; if not from shapes, the forward recorded it.

@@ -15,7 +15,7 @@ import keras
 import torch
 
 from ga_model.backends.torch import refusals
-from ga_model.base._internals import counter_of, raw
+from ga_model.base._internals import iterations_variable, raw
 from ga_model.base._internals_torch import note_step
 from ga_model.core.backend_types import Applied
 from ga_model.core.models import instances_in, is_of_keras
@@ -25,7 +25,9 @@ from ga_model.core.stand_ins import recorded
 _SCHEDULERS = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
-def take(recording: Recording, applied: Applied, gradients: list[torch.Tensor | None]) -> None:
+def record_gradients(
+    recording: Recording, applied: Applied, gradients: list[torch.Tensor | None]
+) -> None:
     """Record the gradients that a step applies, and make the surrogate update of a trial."""
     optimizer, variables, _ = applied
     if not optimizer.built:
@@ -42,7 +44,7 @@ def take(recording: Recording, applied: Applied, gradients: list[torch.Tensor | 
             for variable, gradient in zip(variables, gradients):
                 if gradient is not None:
                     raw(variable).sub_((rate * gradient).to(raw(variable).dtype))
-            counter_of(optimizer).assign_add(1)
+            iterations_variable(optimizer).assign_add(1)
 
 
 class TorchOptimizer:
@@ -145,4 +147,4 @@ class TorchOptimizers:
             wrapper.note_numbers()
         note_step(optimizer)
         variables = tuple(known[id(parameter)] for parameter in updated)
-        take(recording, Applied(wrapper, variables), [p.grad for p in updated])
+        record_gradients(recording, Applied(wrapper, variables), [p.grad for p in updated])

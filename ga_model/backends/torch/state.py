@@ -10,10 +10,10 @@ import keras
 import torch
 
 from ga_model.base._identity import unique
-from ga_model.base._internals import layers_in, own_state, raw
+from ga_model.base._internals import layer_state, layers_in, raw
 from ga_model.base._internals_torch import buffers_of, times_written
-from ga_model.core.of_user import is_of_library
 from ga_model.core.snapshots import VariableSnapshot
+from ga_model.core.user_code import is_of_library
 
 
 class State(VariableSnapshot):
@@ -33,7 +33,7 @@ class State(VariableSnapshot):
         known = {id(tensor): value for tensor, _, value in self._values}
         return any(not torch.equal(tensor, known[id(tensor)]) for tensor in tensors)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for store, held in zip(self._stores, self._held):
             for name in [n for n, value in store.items() if torch.is_tensor(value)]:
                 if name not in held:
@@ -44,7 +44,7 @@ class State(VariableSnapshot):
                 if times_written(tensor) != version or not torch.equal(tensor, value):
                     tensor.detach().copy_(value)
         set_random_state(self._random)
-        super().put_back()
+        super().restore()
 
 
 class TensorSnapshot:
@@ -53,7 +53,7 @@ class TensorSnapshot:
     def __init__(self, layer: keras.Layer) -> None:
         parts = layers_in(layer)
         modules = {id(m): m for part in parts for m in part.modules()}
-        found = [(v.path, raw(v)) for part in parts for v in own_state(part)]
+        found = [(v.path, raw(v)) for part in parts for v in layer_state(part)]
         found += [
             (f"the tensor `{name}` of {getattr(module, 'name', type(module).__name__)!r}", value)
             for module in modules.values()
@@ -70,7 +70,7 @@ class TensorSnapshot:
             if times_written(tensor) != version or (by_value and not _is_same(tensor, value))
         ]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore their values."""
         for _, tensor, _, value in self._found:
             if not _is_same(tensor, value):
@@ -87,7 +87,7 @@ class LeftGradients:
     def __init__(self, model: keras.Model) -> None:
         self._left = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for parameter, gradient in self._left:
             parameter.grad = None if gradient is None else gradient.clone()
 

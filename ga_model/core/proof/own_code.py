@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import keras
 
-from ga_model.base._internals import layers_in, loss_tracker, operations_in, overwrites, own_state
+from ga_model.base._internals import (
+    layer_state,
+    layers_in,
+    loss_tracker,
+    operations_in,
+    overwrites,
+)
 from ga_model.core.backend import Backend
-from ga_model.core.of_user import counts_samples
 from ga_model.core.proof.calls import combines_samples
 from ga_model.core.statistics import is_known
+from ga_model.core.user_code import counts_samples
 
 _OF_WEIGHTS = ("initializer", "regularizer", "constraint")  # ends of attribute names
 _BACKENDS = ("tensorflow", "torch", "jax")
@@ -54,7 +60,7 @@ def _is_of_user(layer: keras.Layer) -> bool:
     axes = getattr(layer, "axis", getattr(layer, "axes", None))
     axes = axes if isinstance(axes, (list, tuple)) else [axes]
     is_along_samples = any(axis is not None and (axis == 0 or axis < -1) for axis in axes)
-    has_state = bool(own_state(layer)) and not is_known(layer)
+    has_state = bool(layer_state(layer)) and not is_known(layer)
     is_stateful = getattr(layer, "stateful", False) or has_state
     is_known_layer = is_of_keras and ".preprocessing." not in module
     return not is_known_layer or is_along_samples or is_stateful or _has_function_of_user(layer)

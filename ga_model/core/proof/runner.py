@@ -13,19 +13,19 @@ from keras import ops
 
 from ga_model.base import _numbers
 from ga_model.base._identity import is_in, unique
-from ga_model.base._internals import copy_of, counter_of, ids_of_seeds, layers_in
+from ga_model.base._internals import copy_of, iterations_variable, layers_in, seed_ids
 from ga_model.base._method_patch import without_training
 from ga_model.base._types import Nest, Scalar, Tensor
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS
-from ga_model.core.batch import part_of
+from ga_model.core.batch import samples_between
 from ga_model.core.losses import Kinds, Position
-from ga_model.core.of_user import parts_of
 from ga_model.core.proof.noted import Draws
 from ga_model.core.proof.weighing import Seen
 from ga_model.core.proof.windows import MOVES_BY, Outcome
 from ga_model.core.recorder import record
 from ga_model.core.statistics import is_known
+from ga_model.core.user_code import parts_of
 from ga_model.core.weights import FullBatch
 
 _ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # relative, of one operation
@@ -39,14 +39,14 @@ class Step(NamedTuple):
         backend: its backend.
         is_own: whether the step is the user's own.
         is_split: whether a window is one split batch, for which weights of all terms are known.
-        is_one: whether a window is one microbatch, so that only its update can differ.
+        is_single_microbatch: whether windows are one microbatch: only updates can differ.
     """
 
     model: keras.Model
     backend: Backend
     is_own: bool
     is_split: bool
-    is_one: bool = False
+    is_single_microbatch: bool = False
 
 
 class StepRunner:
@@ -57,7 +57,7 @@ class StepRunner:
         data: samples of the trial, as arrays.
         is_folded: whether the weight of a part is folded into its loss, as in Keras's step.
         kinds: reductions of the user's own losses.
-        put_back: restores the Python state (everything that is not in a variable).
+        restore: restores the Python state (everything that is not in a variable).
 
     Attributes:
         start: present values of all variables.
@@ -69,7 +69,7 @@ class StepRunner:
         is_moved: for each variable, whether starts may change it though it is not trained.
         scales: indices of the variables that scale losses.
         epsilon: rounding of one float32 operation, relative.
-        is_told: whether recording the step warns about loss terms, such as of different weights.
+        has_warning: whether recording the step warns about its loss terms.
         has_own_loss: whether the loss, or a part of it, is the user's own.
         is_folded: as passed; may be set later.
         is_plain: whether folding leaves gradients unchanged; set by a run.
@@ -78,22 +78,22 @@ class StepRunner:
     """
 
     def __init__(
-        self, step: Step, data: Nest, is_folded: bool, kinds: Kinds, put_back: Callable[[], None]
+        self, step: Step, data: Nest, is_folded: bool, kinds: Kinds, restore: Callable[[], None]
     ) -> None:
         model, backend = self._model, self._backend = step[:2]
         self._data = data
         self._runs = itertools.count(1)
         self._is_split = step.is_split
         self._kinds = kinds
-        self.put_back = put_back
+        self.restore = restore
         self.is_folded, self.is_plain = is_folded, True
-        self.is_told = self.has_own_loss = False
+        self.has_warning = self.has_own_loss = False
         self.written: set[str] = set()
         optimizers = backend.optimizers()
         if not backend.has_several_optimizers:  # a step gets no variables of other optimizers
             optimizers = [model.optimizer]
         numbers = [v for o in optimizers for v in o.variables if len(v.shape) == 0]  # such as rates
-        counters = [counter_of(optimizer) for optimizer in optimizers]
+        counters = [iterations_variable(optimizer) for optimizer in optimizers]
         groups = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
         self._variables = unique([*(v for group in groups for v in group), *counters, *numbers])
         self._places = {id(variable): place for place, variable in enumerate(self._variables)}
@@ -106,7 +106,7 @@ class StepRunner:
         scales = [getattr(optimizer, "dynamic_scale", None) for optimizer in optimizers]
         self.scales = [self._places[id(scale)] for scale in scales if scale is not None]
         self.trained = list(range(len(model.trainable_variables)))
-        random = ids_of_seeds(model)
+        random = seed_ids(model)
         metrics = set(map(id, model.metrics_variables))
         self.is_free = [id(v) in random for v in self._variables]
         self.is_moved = [
@@ -154,7 +154,7 @@ class StepRunner:
             discards=True,
         )
         scalar_arguments = np.float32(moves_by), np.int32(begin), np.int32(number)
-        data = part_of(self._data, begin, end)
+        data = samples_between(self._data, begin, end)
         if not self._backend.traces:  # losses may write to their inputs
             data = self._backend.copied(data)
         data = self._backend.as_traced(data)  # as in training
@@ -234,10 +234,10 @@ class StepRunner:
             waiting = {id(v) for update, _ in recording.updates() for v in update.metric.variables}
             pairs = zip(self._variables, self.is_free)
             self.is_free = [is_free or id(v) in waiting for v, is_free in pairs]
-        self.is_told = self.is_told or losses.is_told
+        self.has_warning = self.has_warning or losses.has_warning
         self.has_own_loss = losses.has_own
         applied = recording.applied
-        counters = [counter_of(a.optimizer) for a in applied]
+        counters = [iterations_variable(a.optimizer) for a in applied]
         of_applied = [
             ([self._places[id(v)] for v in a.variables], self._places[id(counter)])
             for a, counter in zip(applied, counters)

@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from ga_model.base._types import Nest, Tensor
-from ga_model.core.batch import num_rows, part_of
+from ga_model.core.batch import num_rows, samples_between
 
 
 def samples_for_trial(data: Nest, number: int) -> Iterator[Nest]:
@@ -32,7 +32,9 @@ def samples_for_trial(data: Nest, number: int) -> Iterator[Nest]:
         if (rows := int(num_rows(data))) < 3:
             raise ValueError(f"Ragged and sparse samples are not altered. Received: {rows} samples")
         times = -(-number // rows)
-        yield part_of(keras.tree.map_structure(lambda x: _repeated(x, times), data), 0, number)
+        yield samples_between(
+            keras.tree.map_structure(lambda x: _repeated(x, times), data), 0, number
+        )
         return
 
     def in_numpy(leaf: Any) -> Any:

@@ -63,7 +63,7 @@ def of_step(
     backend = step.backend
 
     def attempt(cuts: Cuts) -> tuple[Verdict, Exception | None]:
-        cuts = tuple((sum(sizes),) for sizes in cuts) if step.is_one else cuts
+        cuts = tuple((sum(sizes),) for sizes in cuts) if step.is_single_microbatch else cuts
         result: tuple[Verdict, Exception | None]
         try:
             for samples in samples_for_trial(data, sum(cuts[0])):
@@ -79,11 +79,11 @@ def of_step(
     verdict, error = attempt(cuts := _cuts(backend, min(rows, int(num_rows(data)))))
     if error is None or isinstance(error, NothingSeenError):
         return verdict, error
-    if backend.traces_otherwise(error):
+    if backend.retraces_after(error):
         result, next_error = attempt(cuts)
         if next_error is None or isinstance(next_error, NothingSeenError):
             return result, next_error
-        backend.traces_otherwise(error)  # switches back
+        backend.retraces_after(error)  # switches back
     fallbacks: list[Cuts] = [((n, 2 * n), (2 * n, n)) for n in range(2, rows + 1) if rows % n == 0]
     if backend.out_of_memory(error) is not None:
         fallbacks = [((1, 1, 1),)]
@@ -96,11 +96,11 @@ def of_step(
 
 def still_holds(step: Step, data: Nest, known: Verdict) -> bool:
     """Try one window of a step again, and return whether an earlier verdict still holds."""
-    cuts: Cuts = ((7,),) if step.is_one else ((4, 3),)
-    with _trying(step) as put_back:
+    cuts: Cuts = ((7,),) if step.is_single_microbatch else ((4, 3),)
+    with _trying(step) as restore:
         try:
             *_, samples = samples_for_trial(data, sum(cuts[0]))
-            runner = StepRunner(step, samples, not step.is_own, known.kinds, put_back)
+            runner = StepRunner(step, samples, not step.is_own, known.kinds, restore)
             with forgetting_losses(step.model):
                 tried = list(windows(runner, cuts, is_brief=True))
             is_known = not tried or not tried[0].is_moved or Judge(runner, tried).agrees(known)
@@ -145,9 +145,9 @@ def _trying(step: Step) -> Iterator[Callable[[], None]]:
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         try:
-            yield state.put_back
+            yield state.restore
         finally:
-            state.put_back()
+            state.restore()
             step.backend.forget("trial")
 
 
@@ -156,10 +156,10 @@ def _of_samples(
 ) -> tuple[Verdict, Exception | None]:
     """Try the step of a model on these samples."""
     kinds, is_folded = Kinds(), not step.is_own
-    with _trying(step) as put_back:
+    with _trying(step) as restore:
         try:
             for _ in range(4):
-                runner = StepRunner(step, samples, is_folded, kinds, put_back)
+                runner = StepRunner(step, samples, is_folded, kinds, restore)
                 with forgetting_losses(step.model):
                     remaining = windows(runner, cuts)
                     first = list(itertools.islice(remaining, 2))
@@ -178,7 +178,7 @@ def _of_samples(
             return assumed_of(step.is_own, kinds), error
         if not judge.is_moved:
             return assumed_of(step.is_own, kinds), NothingSeenError()
-    if runner.is_told and not step.is_split:
+    if runner.has_warning and not step.is_split:
         verdict = verdict._replace(weighing=Weighing("loss"), differences=(), is_folded=True)
     return verdict, None
 

@@ -183,7 +183,7 @@ def _in_parts(
         return None
     values = start.values(runner) if values is None else values
     parts, state, begin, total = [], values, 0, sum(start.sizes)
-    runner.put_back()
+    runner.restore()
     for size in start.sizes:
         part = runner.run(begin, begin + size, state, start.whole)
         state, begin = part.values, begin + size
@@ -240,7 +240,7 @@ class _Entries:
 
 def _from_start(runner: StepRunner, total: int, values: list[np.ndarray]) -> Outcome:
     """Run the step on the samples of a window at once."""
-    runner.put_back()
+    runner.restore()
     return runner.run(0, total, values)
 
 

@@ -15,7 +15,7 @@ from ga_model.base._context import ThreadValue
 from ga_model.base._internals import layers_in, unwrapped
 
 # Whether this thread is inside a call that is split. Calls inside it are not split again.
-inside_of_call = ThreadValue(False)
+inside_split_call = ThreadValue(False)
 
 
 class Attributes:
@@ -36,7 +36,7 @@ class Attributes:
             _collect_contents(attributes.values(), contents, self._empty)
         self._contents = list(contents.values())
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the attributes and contents."""
         for array, value in self._arrays:
             array[...] = value
@@ -116,8 +116,8 @@ class PythonState(Attributes):
         super().__init__([*layers_in(layer), *others], has_arrays)
         self._random = random.getstate(), np.random.get_state()
 
-    def put_back(self) -> None:
-        super().put_back()
+    def restore(self) -> None:
+        super().restore()
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
 

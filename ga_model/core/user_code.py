@@ -6,9 +6,9 @@ from typing import Any
 
 import keras
 
-from ga_model.base._call_again import leaves_in
 from ga_model.base._identity import unique
 from ga_model.base._internals import arguments_of_loss, is_along_samples, layers_in
+from ga_model.base._python_state import leaves_in
 from ga_model.core.models import instances_in
 
 _COMPARING = {"dice", "tversky", "circle"}  # losses that return one number for all samples
