@@ -198,7 +198,7 @@ class Backend(ABC):
         """Return whether a direct call of `train_step` by user code can be accumulated here."""
         return False
 
-    def exchanged(
+    def exchange_sums(
         self, applied: Sequence[Applied], sums: Sums | None, is_measured: bool, is_end: bool
     ) -> tuple[Sums | None, bool]:
         """Return the window's sums over all processes, which call this equally often.
@@ -337,13 +337,13 @@ class Backend(ABC):
 
     @abstractmethod
     def run_isolated(
-        self, call: IsolatedCall, derives: bool = False
+        self, call: IsolatedCall, with_gradients: bool = False
     ) -> Callable[[list[Tensor], list[Tensor], int, int], list[Tensor]]:
         """Return a function that runs a call on arrays while another function is traced.
 
         Args:
             call: the call.
-            derives: whether to return gradients of half the sum of the squared outputs, with
+            with_gradients: whether to return gradients of half the sum of the squared outputs, with
                 respect to the floats among the samples, then among the fixed arrays.
 
         Returns:

@@ -309,7 +309,7 @@ class Driver(ModelState):
         self._weights_watch.end(window, self._findings.has_warned)
         window.discard()
         applied = [] if structure is None else structure.applied
-        sums, is_end = self.backend.exchanged(applied, sums, noise is not None, is_end)
+        sums, is_end = self.backend.exchange_sums(applied, sums, noise is not None, is_end)
         if sums is None:
             return is_end
         assert structure is not None

@@ -88,7 +88,7 @@ class Findings:
         weight = self._backend.microbatch_weight(data)
         if weight is not None:
             weighing = Weighing("sum" if isinstance(weight, str) else "loss")
-            return Known(step, Verdict(weighing, otherwise=weighing))
+            return Known(step, Verdict(weighing, default_weighing=weighing))
         if not model.verify:
             verdict = trial.assumed_of(step.is_own)
             return Known(step, verdict, messages.unverified_message(model.name))
@@ -165,7 +165,7 @@ class Findings:
 
         Processes that train together keep their first verdict.
         """
-        old_verdict, verdict = known.verdict, known.verdict.after_news(verdict)
+        old_verdict, verdict = known.verdict, known.verdict.combined_with(verdict)
         known.verdict, known.warning = verdict, self._warning_of(known.step, data, verdict, error)
         has_changed = not verdict.is_exact or verdict.weighing != old_verdict.weighing
         if has_changed and not self._backend.trains_alone:
@@ -189,11 +189,11 @@ class Findings:
             before: the verdict before the last trial.
             written: paths of the variables that the step has written to.
         """
-        if not known.verdict.watches_as(before):
+        if not known.verdict.has_same_watch(before):
             return
         known.num_fruitless += 1
         if known.num_fruitless == _MOST_FRUITLESS:
-            known.verdict = known.verdict.without_news(written)
+            known.verdict = known.verdict.unwatched(written)
 
     def _begin_again(self, assumed: Verdict, verdict: Verdict, window: Window | None) -> None:
         """Discard microbatches without a gradient whose assumed weights were wrong."""

@@ -39,7 +39,7 @@ from ga_model.core.messages import text_of
 from ga_model.core.metric_calls import delaying_updates
 from ga_model.core.models import unrecorded
 from ga_model.core.proof.calls import HALF, NotByRowsError, kinds_of_call
-from ga_model.core.proof.own_code import has_own_gradients, has_own_operations
+from ga_model.core.proof.own_code import has_own_gradients, may_run_user_code
 from ga_model.core.statistics import Call, MomentsRecorder, current_recorder, is_known
 
 _NOT_ROWS = "it combines samples, or gives something other than one value per sample"
@@ -243,10 +243,10 @@ class LayerCall:
                 gradients = None
                 if has_own_gradients(self._layer, self._backend):
                     of_outputs = IsolatedCall(without_losses, *arguments)
-                    gradients = self._backend.run_isolated(of_outputs, derives=True)
+                    gradients = self._backend.run_isolated(of_outputs, with_gradients=True)
                 dtypes = {part.compute_dtype for part in layers_in(self._layer)}
                 is_half = not dtypes.isdisjoint(HALF)
-                is_own = has_own_operations(self._layer, self._backend)
+                is_own = may_run_user_code(self._layer, self._backend)
                 trial_data = [self._samples_of(array) if is_own else None for array in self.samples]
                 kinds, adds_up = kinds_of_call(
                     run, gradients, self._fixed, self.samples, trial_data, trained, is_half

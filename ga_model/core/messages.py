@@ -39,7 +39,7 @@ def unlike_message(model: str, verdict: Verdict) -> str:
     written = [d.what for d in verdict.differences if d.what in verdict.written]
     way = f"; move what it writes to {written} into `on_update`" if written else ""
     fails, aim = "does not train as the full batch", "To train exactly"
-    if all(difference.is_only_shown for difference in verdict.differences):
+    if all(difference.is_in_logs_only for difference in verdict.differences):
         fails, aim = "trains as the full batch, but logs other numbers", "For exact logs"
     return (
         f"A window of microbatches {fails}. Received: the training step of {model!r}, tried on "

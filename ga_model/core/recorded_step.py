@@ -121,8 +121,8 @@ class RecordedStep:
             counts = [_numbers.float64(count) for _, count in updates]
             numbers = list(zip(recording.numbers(), counts, recording.means()))
             is_weighed = verdict.is_folded or recording.says_weight
-            of_loss = losses.terms().weight if is_weighed else None
-            of_loss = None if of_loss is None else _numbers.float64(of_loss)
+            loss_weight = losses.terms().weight if is_weighed else None
+            loss_weight = None if loss_weight is None else _numbers.float64(loss_weight)
             weight = recording.relative_weight, recording.unit
             result = recording.gradients, recorder.moments, numbers, own_logs
             has_zero_division = functools.reduce(
@@ -130,7 +130,7 @@ class RecordedStep:
             )
             entries = losses.entries() if verdict.is_folded else ()
             recording.release()
-            return (*result, of_loss, weight, has_zero_division, entries)
+            return (*result, loss_weight, weight, has_zero_division, entries)
 
         scalars: dict[str, Scalar] = {}
         is_noted = verdict.needed_scalars or (verdict.watched and self._backend.traces)
@@ -144,16 +144,16 @@ class RecordedStep:
             moments,
             numbers,
             own_logs,
-            of_loss,
+            loss_weight,
             (relative, unit),
             has_zero_division,
             entries,
         ) = result
-        seen = Seen(num_rows(unpack(data)[0]), scalars, of_loss)
+        seen = Seen(num_rows(unpack(data)[0]), scalars, loss_weight)
         num_news = _numbers.int32(0)
         if mode.is_watched:
             self.written |= {variable.path for variable in written}
-            num_news = num_news + _numbers.where(verdict.news_in(seen, written), 1, 0)
+            num_news = num_news + _numbers.where(verdict.shows_news(seen, written), 1, 0)
         if not verdict.is_known_in(seen, mode.size is not None):
             self._model._warn_once(messages.unlike_shape_message(self._model.name))
             # A loss that was multiplied by its weight keeps it.

@@ -200,16 +200,16 @@ class Tracks(OfObjective):
 
     def make(self):
         super().make()
-        self.of_loss = keras.metrics.Mean(name="of_loss")
+        self.loss_weight = keras.metrics.Mean(name="loss_weight")
         self.of_samples = keras.metrics.MeanAbsoluteError(name="of_samples")
 
     @property
     def metrics(self):
-        return [self.of_loss, self.of_samples]
+        return [self.loss_weight, self.of_samples]
 
     def step(self, x, y):
         self.of_samples.update_state(y, ops.stop_gradient(self.net(x)))
-        self.of_loss.update_state(super().step(x, y)["own"])
+        self.loss_weight.update_state(super().step(x, y)["own"])
         return {metric.name: metric.result() for metric in self.metrics}
 
 

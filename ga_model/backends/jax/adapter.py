@@ -305,7 +305,7 @@ class Compiled:
         self._pure: Callable[..., Nest] = self._run
         model = backend._model
         if model.jit_compile and not model.run_eagerly:
-            options = layer_calls.OF_BRIEF if is_brief else None
+            options = layer_calls.BRIEF_OPTIONS if is_brief else None
             self._pure = jax.jit(self._run, donate_argnums=0, compiler_options=options)
 
     def __call__(self, *arguments: Nest) -> Nest:

@@ -19,7 +19,7 @@ from ga_model.core.proof.noted import Draws
 from ga_model.core.statistics import Moments
 
 # Options of XLA for a program that runs a few times, and takes longer to compile than to run.
-OF_BRIEF = {"xla_backend_optimization_level": 0}
+BRIEF_OPTIONS = {"xla_backend_optimization_level": 0}
 
 
 def by_microbatches(split: Split) -> tuple[list[jax.Array], Traced]:
@@ -52,9 +52,11 @@ def by_microbatches(split: Split) -> tuple[list[jax.Array], Traced]:
     )
 
 
-def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., list[np.ndarray]]:
+def run_isolated(
+    call: IsolatedCall, with_gradients: bool = False
+) -> Callable[..., list[np.ndarray]]:
     """Return a function that runs a call during a trace: see `Backend.run_isolated`."""
-    function = functools.partial(_gradients, call.function) if derives else call.function
+    function = functools.partial(_gradients, call.function) if with_gradients else call.function
     compiled: dict[int, jax.stages.Wrapped] = {}
 
     def run(
@@ -63,7 +65,7 @@ def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., lis
         arguments = fixed, [array[begin:end] for array in arrays], np.int32(begin)
         if end - begin not in compiled:
             of_size = functools.partial(_with_draws, function, end - begin)
-            compiled[end - begin] = jax.jit(of_size, compiler_options=OF_BRIEF)
+            compiled[end - begin] = jax.jit(of_size, compiler_options=BRIEF_OPTIONS)
         try:
             with jax.ensure_compile_time_eval():
                 results = compiled[end - begin](*arguments)

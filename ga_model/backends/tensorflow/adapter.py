@@ -194,13 +194,13 @@ class TensorFlowBackend(Backend):
         """Return the means of the logs of all replicas, as Keras does."""
         return logs if self._replicas is None else self._replicas.mean(logs)
 
-    def exchanged(
+    def exchange_sums(
         self, applied: Sequence[Applied], sums: Sums | None, is_measured: bool, is_end: bool
     ) -> tuple[Sums | None, bool]:
         if sums is None or self.replicas is None or self.replicas.number == 1:
             return sums, is_end
         numbers = sums._replace(gradients=[], amounts=[])
-        exchange = self.compiled("exchange", self.replicas.exchanged, [])
+        exchange = self.compiled("exchange", self.replicas.exchange_sums, [])
         summed: Sums = exchange(numbers)
         return summed._replace(gradients=sums.gradients, amounts=sums.amounts), is_end
 

@@ -332,7 +332,9 @@ def _or_zeros(gradient: Gradient, tensor: tf.Tensor) -> tf.Tensor:
     return tf.zeros_like(tensor) if gradient is None else tf.convert_to_tensor(gradient)
 
 
-def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., list[np.ndarray]]:
+def run_isolated(
+    call: IsolatedCall, with_gradients: bool = False
+) -> Callable[..., list[np.ndarray]]:
     """Return a function that runs a call during a trace: see `Backend.run_isolated`."""
 
     def run(
@@ -341,7 +343,7 @@ def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., lis
         with tf.init_scope():
             draws = Draws(end - begin, TOTAL, begin, begin)
             arguments = list(map(tf.constant, fixed)), [tf.constant(a[begin:end]) for a in arrays]
-            if not derives:
+            if not with_gradients:
                 return list(map(np.asarray, Noting(draws).run(call.function, arguments)))
             sources = [tensor for tensor in (*arguments[1], *arguments[0]) if _has_gradient(tensor)]
             with resume_tapes(), tf.GradientTape(watch_accessed_variables=False) as tape:

@@ -144,7 +144,7 @@ class Replicas:
 
     # In functions that every replica runs.
 
-    def exchanged(self, sums: Sums) -> Sums:
+    def exchange_sums(self, sums: Sums) -> Sums:
         """Return the sums of this replica, without gradients and amounts, summed over replicas."""
         is_sum = sums.total is None
         numbers = {name: getattr(sums, name) for name in (*_COUNTS, *_FLAGS)}

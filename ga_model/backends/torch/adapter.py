@@ -60,7 +60,7 @@ class TorchBackend(Backend):
     def num_processes(self) -> int:  # type: ignore[override]
         return 1 if self.processes is None else self.processes.size
 
-    def exchanged(
+    def exchange_sums(
         self, applied: Sequence[Applied], sums: Sums | None, is_measured: bool, is_end: bool
     ) -> tuple[Sums | None, bool]:
         if self.processes is None:

@@ -23,7 +23,9 @@ from ga_model.core.proof.noted import Draws
 _LIBRARIES = ("torch.", "ga_model.")
 
 
-def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., list[np.ndarray]]:
+def run_isolated(
+    call: IsolatedCall, with_gradients: bool = False
+) -> Callable[..., list[np.ndarray]]:
     """Return a function that runs a call on other values: see `Backend.run_isolated`.
 
     New samples are in the range of those that they replace, as they may be indices into tables.
@@ -47,17 +49,17 @@ def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., lis
             _without_saving_hooks(),
             _exchanged(state, zip(leaves, values)),
             noting_hooks() as hooks,
-            torch.set_grad_enabled(derives),
+            torch.set_grad_enabled(with_gradients),
         ):
             kept = TensorSnapshot(layer)
             try:
-                if derives:
+                if with_gradients:
                     parts = [part.requires_grad_(part.is_floating_point()) for part in parts]
                 with Noting(Draws(end - begin, calls.TOTAL, begin, begin)):
                     outputs = function(leaves, parts)
                 if changed := kept.written(by_value=True):
                     raise NotByRowsError(f"it writes to {changed} in each call")
-                if derives:
+                if with_gradients:
                     if hooks:
                         text = "its tensors have hooks, which would see each microbatch"
                         raise NotByRowsError(text)

@@ -102,7 +102,7 @@ class Processes:
         is_measured: bool = False,
         is_end: bool = False,
     ) -> tuple[Sums | None, bool]:
-        """Sum the windows of all processes: see `Backend.exchanged`.
+        """Sum the windows of all processes: see `Backend.exchange_sums`.
 
         Moments, amounts and the numbers of skipped and lost microbatches are not exchanged.
 

@@ -40,7 +40,7 @@ class Judge:
         self._part_norms: dict[tuple[int, int], list[float]] = {}  # norms of gradients, a cache
         self._outcomes = _outcomes(self._windows)
         self._candidates = list(candidates(self._windows, runner.has_own_loss, runner.of_shapes))
-        has_weight = all(outcome.seen.of_loss is not None for outcome in self._outcomes)
+        has_weight = all(outcome.seen.loss_weight is not None for outcome in self._outcomes)
         if assumed is not None and (has_weight or assumed.source != "loss"):
             self._candidates.insert(0, assumed)
 
@@ -89,7 +89,7 @@ class Judge:
         pairs = zip(self.runner.metrics, numbers)
         differences += [(f"the metric {name!r}", inf) for name, w in pairs if w is None]
         differences += [(f"the log {name!r}", inf) for name, w in logs if w is None]
-        by_loss = first.seen.of_loss is None if weighing.is_sum else weighing.source == "loss"
+        by_loss = first.seen.loss_weight is None if weighing.is_sum else weighing.source == "loss"
         is_folded = self.runner.is_folded and by_loss
         scalars = tuple(sorted(first.seen.scalars))
         return Verdict(
@@ -216,7 +216,7 @@ class Judge:
                 compare(place, value, 100 * runner.epsilon * size, size)
             for place, value in enumerate(window.whole.values):
                 value = np.asarray(value).astype("float64")
-                if runner.is_free[place]:
+                if runner.is_ignored[place]:
                     continue
                 moved = norm_of([value - np.asarray(window.values[place], "float64")])
                 floor = 100 * runner.epsilon * norm_of([value]) + floors.get(place, 0.0)
@@ -289,7 +289,7 @@ def candidates(
     known_scalars = sorted(_common_scalars(outcomes))
     divisors = [name for name in known_scalars if name not in of_shapes]
     sources = list(divisors)
-    if all(outcome.seen.of_loss is not None for outcome in outcomes):
+    if all(outcome.seen.loss_weight is not None for outcome in outcomes):
         sources = [*sources, "loss"] if has_own_loss else ["loss", *sources]
     sources += ["samples", *(name for name in known_scalars if name in of_shapes)]
     known_shares: list[list[float]] = []
@@ -330,7 +330,7 @@ def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
     # Parts that are all equal may be at a bound, which looks like an epsilon.
     elif min(extra) > size and max(extra) - min(extra) <= size < np.ptp(np.concatenate(of_parts)):
         yield Weighing(source, epsilon=float(np.mean(extra)))
-    by_sample = Weighing(source, is_by_sample=True)
+    by_sample = Weighing(source, times_samples=True)
     pairs = [
         (_weight(by_sample, window.whole), sum(_weight(by_sample, part) for part in window.parts))
         for window in tried

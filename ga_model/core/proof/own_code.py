@@ -31,7 +31,7 @@ def has_code_of_user(model: keras.Model, backend: Backend) -> bool:
     return not all(counts_samples(metric) for metric in model.metrics if metric is not tracker)
 
 
-def has_own_operations(layer: keras.Layer, backend: Backend) -> bool:
+def may_run_user_code(layer: keras.Layer, backend: Backend) -> bool:
     """Return whether a call of a layer may run more than Keras's own layers."""
     parts = layers_in(layer)
     return _is_run_by_user(parts, backend) or any(map(operations_in, parts))

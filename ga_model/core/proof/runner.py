@@ -64,9 +64,9 @@ class StepRunner:
         names: names of the variables, for messages.
         metrics: names of the metrics that got the numbers of an outcome; set by a run.
         trained: indices of the trained variables.
-        is_free: for each variable, whether any value after a step is right: it is random state, or
-            belongs to a metric that waits for the full batch.
-        is_moved: for each variable, whether starts may change it though it is not trained.
+        is_ignored: for each variable, whether its value after a step is ignored: random state, or
+            state of a metric that waits for the full batch.
+        may_perturb: for each variable, whether starts may change it though it is not trained.
         scales: indices of the variables that scale losses.
         epsilon: rounding of one float32 operation, relative.
         has_warning: whether recording the step warns about its loss terms.
@@ -108,8 +108,8 @@ class StepRunner:
         self.trained = list(range(len(model.trainable_variables)))
         random = seed_ids(model)
         metrics = set(map(id, model.metrics_variables))
-        self.is_free = [id(v) in random for v in self._variables]
-        self.is_moved = [
+        self.is_ignored = [id(v) in random for v in self._variables]
+        self.may_perturb = [
             id(v) not in random and id(v) not in metrics and not is_in(v, numbers)
             for v in self._variables
         ]
@@ -158,16 +158,16 @@ class StepRunner:
         if not self._backend.traces:  # losses may write to their inputs
             data = self._backend.copied(data)
         data = self._backend.as_traced(data)  # as in training
-        (rates, numbers, logs, of_loss), scalars, fields = keras.tree.map_structure(
+        (rates, numbers, logs, loss_weight), scalars, fields = keras.tree.map_structure(
             lambda x: None if x is None else ops.convert_to_numpy(x),
             run(values, data, totals, *scalar_arguments),
         )
         applied, are_losses, has_weight = self._static[rows, total]
-        seen = Seen(rows, scalars, of_loss if has_weight else None)
+        seen = Seen(rows, scalars, loss_weight if has_weight else None)
         unfolded = numbers, logs, seen
         if self.is_folded:  # losses are combined exactly, by their known denominators
             numbers = [None if is_loss else number for number, is_loss in zip(numbers, are_losses)]
-            logs, seen = {}, Seen(rows, scalars, of_loss)
+            logs, seen = {}, Seen(rows, scalars, loss_weight)
         rates = [float(rate) for rate in rates] or [0.0] * len(applied)
         return Outcome(
             places=[place for places, _ in applied for place in places],
@@ -232,8 +232,8 @@ class StepRunner:
         losses = recording.losses
         if is_part:  # waiting metrics are not updated yet; their numbers are compared instead
             waiting = {id(v) for update, _ in recording.updates() for v in update.metric.variables}
-            pairs = zip(self._variables, self.is_free)
-            self.is_free = [is_free or id(v) in waiting for v, is_free in pairs]
+            pairs = zip(self._variables, self.is_ignored)
+            self.is_ignored = [is_ignored or id(v) in waiting for v, is_ignored in pairs]
         self.has_warning = self.has_warning or losses.has_warning
         self.has_own_loss = losses.has_own
         applied = recording.applied
@@ -247,8 +247,8 @@ class StepRunner:
         self.is_plain = self.is_plain and losses.terms().is_plain and not self.scales
         self.metrics = [update.metric.name for update, _ in recording.updates()]
         terms = [0.0 if term.weight is None else term.weight for term in losses.compiled]
-        of_loss = losses.terms().weight
-        of_loss = None if of_loss is None else _numbers.float64(of_loss)
+        loss_weight = losses.terms().weight
+        loss_weight = None if loss_weight is None else _numbers.float64(loss_weight)
         own_logs = recording.split_logs(logs)[0]
         fields = {
             "gradients": recording.gradients,
@@ -261,6 +261,6 @@ class StepRunner:
                 if id(v) in self._places and not is_in(v, counters)
             },
         }
-        numbers = recording.rates, recording.numbers(), own_logs, of_loss
+        numbers = recording.rates, recording.numbers(), own_logs, loss_weight
         recording.release()
         return numbers, fields

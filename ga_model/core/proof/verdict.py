@@ -32,7 +32,7 @@ class Difference(NamedTuple):
     size: float
 
     @property
-    def is_only_shown(self) -> bool:
+    def is_in_logs_only(self) -> bool:
         """Whether only a metric or a log differs, which leaves weights exact."""
         return self.what.startswith(("the metric ", "the log "))
 
@@ -45,7 +45,7 @@ class Verdict(NamedTuple):
         numbers: weighings of the numbers that metrics get, in their order; None where none fits.
         logs: names and weighings of logged scalars; None where none fits.
         differences: remaining differences from the full batch, in gradients, variables and logs.
-        otherwise: weighing of numbers and logs without one of their own.
+        default_weighing: weighing of numbers and logs without one of their own.
         is_folded: whether the weight is the compiled loss's denominator, and is folded into it.
         kinds: reductions of the user's own losses, for Keras's step.
         scalars: names of the scalars that the step divided by, bounded or branched on.
@@ -60,7 +60,7 @@ class Verdict(NamedTuple):
     numbers: tuple[Weighing | None, ...] = ()
     logs: tuple[tuple[str, Weighing | None], ...] = ()
     differences: tuple[Difference, ...] = ()
-    otherwise: Weighing = Weighing("samples")
+    default_weighing: Weighing = Weighing("samples")
     is_folded: bool = False
     kinds: Kinds = Kinds()
     scalars: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ class Verdict(NamedTuple):
         )
         return sites == known_sites and set(self.needed_scalars) <= set(seen.scalars)
 
-    def news_in(self, seen: Seen, written: Sequence[keras.Variable]) -> Scalar:
+    def shows_news(self, seen: Seen, written: Sequence[keras.Variable]) -> Scalar:
         """Return whether a microbatch shows something that the trial did not: a bool or a scalar.
 
         Args:
@@ -120,7 +120,7 @@ class Verdict(NamedTuple):
             news = news | _numbers.is_not(is_near)
         return news
 
-    def after_news(self, found: Verdict) -> Verdict:
+    def combined_with(self, found: Verdict) -> Verdict:
         """Return this verdict combined with that of a later trial, `found`.
 
         The weighing is one that was exact in both trials. If there is none, the present one stays.
@@ -146,14 +146,14 @@ class Verdict(NamedTuple):
         has_seen_zero = self.has_seen_zero or found.has_seen_zero
         return found._replace(watched=watched, has_seen_zero=has_seen_zero)
 
-    def watches_as(self, other: Verdict) -> bool:
+    def has_same_watch(self, other: Verdict) -> bool:
         """Return whether this verdict and another one watch for the same news."""
         mine, others = (
             ({w.name for w in v.watched}, v.has_seen_zero, v.written) for v in (self, other)
         )
         return mine == others
 
-    def without_news(self, written: Iterable[str]) -> Verdict:
+    def unwatched(self, written: Iterable[str]) -> Verdict:
         """Return the verdict without watching, for a step that also writes to these variables."""
         every = tuple(sorted({*self.written, *written}))
         return self._replace(watched=(), has_seen_zero=True, written=every)
@@ -168,7 +168,7 @@ class Verdict(NamedTuple):
 
     def _or_otherwise(self, weighing: Weighing | None) -> Weighing:
         # A number that fits the last microbatch is nearly the same in all.
-        return self.otherwise if weighing is None or weighing == LAST else weighing
+        return self.default_weighing if weighing is None or weighing == LAST else weighing
 
 
 # The verdict on Keras's step without user code.

@@ -15,12 +15,12 @@ class Seen(NamedTuple):
     Attributes:
         rows: number of samples; a tensor in a graph for any number.
         scalars: scalars that its step divides by, bounds or branches on, by name.
-        of_loss: denominator of the compiled losses; None for a sum, or if it is unknown.
+        loss_weight: denominator of the compiled losses; None for a sum, or if it is unknown.
     """
 
     rows: Scalar
     scalars: dict[str, Scalar]
-    of_loss: Scalar = None
+    loss_weight: Scalar = None
 
 
 class Watched(NamedTuple):
@@ -44,12 +44,12 @@ class Weighing(NamedTuple):
         source: "loss" (the denominator of the compiled losses), "samples" (their number), "sum"
             (each counts once, and the window is not divided), or the name of a divisor.
         epsilon: constant in the weight that a window counts once, as in `sum(mask) + epsilon`.
-        is_by_sample: whether the source is multiplied by the number of samples, as a mask's mean.
+        times_samples: whether the source is multiplied by the number of samples, as a mask's mean.
     """
 
     source: str
     epsilon: float = 0.0
-    is_by_sample: bool = False
+    times_samples: bool = False
 
     @property
     def is_sum(self) -> bool:
@@ -63,7 +63,7 @@ class Weighing(NamedTuple):
     def is_in(self, others: Iterable[Weighing]) -> bool:
         """Return whether this is among several weighings, up to rounding of `epsilon`."""
         return any(
-            (self.source, self.is_by_sample) == (other.source, other.is_by_sample)
+            (self.source, self.times_samples) == (other.source, other.times_samples)
             and isclose(self.epsilon, other.epsilon, rel_tol=1e-3, abs_tol=1e-9)
             for other in others
         )
@@ -72,7 +72,7 @@ class Weighing(NamedTuple):
         """Return the weight of a microbatch."""
         if self.source in ("samples", "sum"):
             return 1.0 * seen.rows if self.source == "samples" else 1.0
-        weight = seen.of_loss if self.source == "loss" else seen.scalars[self.source]
-        if self.is_by_sample:
+        weight = seen.loss_weight if self.source == "loss" else seen.scalars[self.source]
+        if self.times_samples:
             weight = weight * seen.rows
         return weight

@@ -281,7 +281,7 @@ def _perturbed(runner: StepRunner, noise: float, seed: int) -> list[np.ndarray]:
         if place in runner.trained and value.dtype.kind != "i":
             scale = noise * max(norm_of([value]) / max(value.size, 1) ** 0.5, 0.1)
             moved = value + scale * generator.standard_normal(value.shape, "float32")
-        elif not runner.is_moved[place] or value.size != 1:
+        elif not runner.may_perturb[place] or value.size != 1:
             continue
         elif value.dtype.kind in "iu":  # a counter, which may control a schedule
             limit = int(np.iinfo(value.dtype).max)
