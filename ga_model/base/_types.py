@@ -9,3 +9,4 @@ Tensor: TypeAlias = Any  # of the backend; while a function is traced, its place
 Scalar: TypeAlias = Any  # a Python number, or a tensor of shape ()
 Gradient: TypeAlias = Any  # a tensor, sparse rows, or None for a variable without a gradient
 Nest: TypeAlias = Any  # tensors, arrays and None in tuples, lists and dicts
+Logs: TypeAlias = Any  # what a step returns: scalars by name, perhaps in nested dicts
