@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from ga_model.base._internals import compiled_loss
-from ga_model.base._types import Nest, Tensor
+from ga_model.base._types import Logs, Tensor
 from ga_model.core.models import current_recording
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ else:
 class CoreHooks(_Base):
     """Methods that Keras calls: the base of each backend's `Hooks`."""
 
-    train_function: Callable[..., Nest]
+    train_function: Callable[..., Logs] | None
     steps_per_execution: int
     _accumulation: Any  # the `core.driver.Driver`, whose backend is that of this class
 
@@ -48,20 +48,20 @@ class CoreHooks(_Base):
             recording.losses.note_additional(total)
         return total
 
-    def make_train_function(self, force: bool = False) -> Callable[..., Nest]:
+    def make_train_function(self, force: bool = False) -> Callable[..., Logs]:
         """Make the function that `fit` calls for each execution: Keras's own, or ours."""
         if self.train_function is None or force:
             super().make_train_function(force=True)
             of_keras = self.train_function
 
-            def run(*arguments: Any) -> Nest:
+            def run(*arguments: Any) -> Logs:
                 self._accumulation.check_step()
                 train = of_keras if self._accumulation.is_plain() else self._train
-                return train(*arguments)
+                return train(*arguments)  # type: ignore[misc]
 
             self.train_function = run
         return self.train_function
 
-    def _train(self, *arguments: Any) -> Nest:
+    def _train(self, *arguments: Any) -> Logs:
         """Train one execution with accumulation; arguments are those of Keras's function."""
         raise NotImplementedError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from ga_model.base._internals import (
     value_in,
 )
 from ga_model.base._internals_jax import MORE_METHODS_OF_STEP, restore_variables, sync_variables
-from ga_model.base._types import Gradient, Nest, Scalar, Tensor
+from ga_model.base._types import Gradient, Logs, Nest, Scalar, Tensor
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS, Applied, Function, Group
 from ga_model.core.proof.noted import Draws, Noted
@@ -91,7 +91,7 @@ class JaxBackend(Backend):
 
     # Compiled functions.
 
-    def _compiled(self, name: Any, function: Function) -> Compiled:
+    def _compiled(self, name: str | tuple[Hashable, ...], function: Function) -> Compiled:
         return Compiled(self, function, is_brief=name[0] == "trial")
 
     def key_of(self, arguments: tuple[Nest, ...]) -> Hashable:
@@ -151,8 +151,8 @@ class JaxBackend(Backend):
             variables[place].assign(value)
 
     def train(
-        self, state: tuple[list[jax.Array], ...], run: Callable[[], Nest]
-    ) -> tuple[Nest, tuple[list[jax.Array], ...]]:
+        self, state: tuple[list[jax.Array], ...], run: Callable[[], Logs]
+    ) -> tuple[Logs, tuple[list[jax.Array], ...]]:
         """Run a function with the values that Keras passes to a train function.
 
         Returns:
@@ -193,7 +193,7 @@ class JaxBackend(Backend):
 
     # Steps.
 
-    def run_step(self, data: Nest) -> tuple[Nest, list[keras.Variable]]:
+    def run_step(self, data: Nest) -> tuple[Logs, list[keras.Variable]]:
         before = {group: self.values(group) if self._is_read(group) else [] for group in GROUPS}
         state = tuple(list(before[group]) for group in GROUPS)
         with self.running_step(), self._step_values.set(before):
@@ -209,7 +209,7 @@ class JaxBackend(Backend):
         known = stateless_scope().state_mapping
         return all(id(variable) in known for variable in self.variables(group))
 
-    def microbatch_weight(self, data: Nest) -> Scalar | None:
+    def microbatch_weight(self, data: Nest) -> Scalar | str | None:
         outer = stateless_scope()  # while a loss is scaled, it has optimizer variables only
         values = self._values if outer is None else self._step_values.get()
         with _scope({group: self.variables(group) for group in values}, values) as scope:
@@ -243,11 +243,11 @@ class JaxBackend(Backend):
 
     def run_plain(
         self,
-        train_step: Callable[..., tuple[Nest, tuple[list[jax.Array], ...]]],
+        train_step: Callable[..., tuple[Logs, tuple[list[jax.Array], ...]]],
         after: Callable[[], None],
         state: tuple[list[jax.Array], ...],
         data: Nest,
-    ) -> tuple[Nest, tuple[list[jax.Array], ...]]:
+    ) -> tuple[Logs, tuple[list[jax.Array], ...]]:
         logs, state = train_step(state, data)
         values = dict(zip(GROUPS, state))
         variables = {group: self.variables(group) for group in GROUPS}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ga_model.backends.hooks import CoreHooks
-from ga_model.base._types import Nest
+from ga_model.base._types import Logs, Nest
 
 if TYPE_CHECKING:
     import jax
@@ -17,6 +17,6 @@ class Hooks(CoreHooks):
 
     def _train(
         self, state: tuple[list[jax.Array], ...], iterator: Iterator[Nest]
-    ) -> tuple[Nest, tuple[list[jax.Array], ...]]:
+    ) -> tuple[Logs, tuple[list[jax.Array], ...]]:
         run, number = self._accumulation.train, self.steps_per_execution
         return self._accumulation.backend.train(state, lambda: run(iterator, number))  # type: ignore[no-any-return]

@@ -37,7 +37,7 @@ from ga_model.base._internals import (
 from ga_model.base._internals_tf import graph_being_made, is_branch, recording_writes
 from ga_model.base._method_patch import MethodPatch
 from ga_model.base._python_state import PythonState
-from ga_model.base._types import Gradient, Nest, Scalar
+from ga_model.base._types import Gradient, Logs, Nest, Scalar
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import Applied, Function, States
 from ga_model.core.batch import Batch
@@ -115,7 +115,9 @@ class TensorFlowBackend(Backend):
 
     # Compiled functions.
 
-    def _compiled(self, name: Hashable, function: Function) -> Callable[..., Nest]:
+    def _compiled(
+        self, name: str | tuple[Hashable, ...], function: Function
+    ) -> Callable[..., Nest]:
         if not self.traces:
             run: Callable[..., Nest] = functools.partial(self._run_eagerly, function.run)
         else:
@@ -183,14 +185,14 @@ class TensorFlowBackend(Backend):
 
     # Steps.
 
-    def run_step(self, data: Nest) -> tuple[Nest, list[keras.Variable]]:
+    def run_step(self, data: Nest) -> tuple[Logs, list[keras.Variable]]:
         others = {id(raw(v)): v for v in self._model.non_trainable_variables}
         noting = recording_writes(list(map(raw, others.values())))
         with self.running_step(), noting as written:
             logs = self._model.train_step(data)
         return logs, [others[id(variable)] for variable in written]
 
-    def logs_of(self, logs: Nest) -> Nest:
+    def logs_of(self, logs: Logs) -> Logs:
         """Return the means of the logs of all replicas, as Keras does."""
         return logs if self._replicas is None else self._replicas.mean(logs)
 
@@ -228,7 +230,7 @@ class TensorFlowBackend(Backend):
 
         return list(map(of_all, gradients)), 1.0
 
-    def once(self, function: Callable[[], Any]) -> None:
+    def once(self, function: Callable[[], None]) -> None:
         if self._replicas is None:
             function()
         else:
@@ -369,7 +371,7 @@ _built_outside = MethodPatch(
 )
 
 
-def _is_made_of_parts(name: Hashable) -> bool:
+def _is_made_of_parts(name: str | tuple[Hashable, ...]) -> bool:
     """Return whether XLA must not compile the function as a whole: it runs a few times only, or
     recomputes microbatches of layer calls, which XLA would share with the first pass."""
     if not isinstance(name, tuple):

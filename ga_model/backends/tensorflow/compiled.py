@@ -11,7 +11,7 @@ import tensorflow as tf
 from ga_model.base import _numbers
 from ga_model.base._context import ThreadValue
 from ga_model.base._internals_tf import call_flat, shape_of
-from ga_model.base._types import Gradient, Nest, Tensor
+from ga_model.base._types import Gradient, Logs, Nest, Tensor
 
 if TYPE_CHECKING:
     from ga_model.backends.tensorflow.adapter import TensorFlowBackend
@@ -62,7 +62,7 @@ class Compiled:
         each = shared.per_replica(tensors)
         return shared.together(self._traced_for(each)(*each))
 
-    def _run_on_held(self, sums: list[Gradient], *others: Nest) -> tuple[Sums, Nest]:
+    def _run_on_held(self, sums: list[Gradient], *others: Nest) -> tuple[Sums, Logs]:
         held = self._backend.held.hold(sums)
         unheld = [None if isinstance(value, tf.Variable) else value for value in held]
         arguments = each_tensors((unheld, *others))
@@ -90,7 +90,7 @@ class Compiled:
         with self._backend.is_for_any_samples.set(any(is_any)):
             return self._function(*(a.data if yes else a for a, yes in zip(arguments, is_any)))
 
-    def _call_on_held(self, unheld: list[Gradient], *others: Nest) -> tuple[Sums, Nest]:
+    def _call_on_held(self, unheld: list[Gradient], *others: Nest) -> tuple[Sums, Logs]:
         """Call the function on the sums that variables hold, and write the new sums to them."""
         held = self._backend.held.present.get()
         sums = [v.read_value() if isinstance(v, tf.Variable) else u for v, u in zip(held, unheld)]

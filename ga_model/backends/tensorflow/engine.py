@@ -11,13 +11,13 @@ import tensorflow as tf
 
 from ga_model.backends.hooks import CoreHooks
 from ga_model.backends.tensorflow import workers
-from ga_model.base._types import Nest
+from ga_model.base._types import Logs, Nest
 
 
 class Hooks(CoreHooks):
     """Methods of a model that Keras calls on TensorFlow."""
 
-    def _train(self, iterator: Iterator[Nest]) -> Nest:
+    def _train(self, iterator: Iterator[Nest]) -> Logs:
         accumulation = self._accumulation
         specs = keras.tree.flatten(getattr(iterator, "element_spec", tf.OptionalSpec(None)))
         accumulation.backend.knows_number = functools.partial(_knows_number, specs)
@@ -32,7 +32,7 @@ class Hooks(CoreHooks):
         keras_builds = super()._maybe_symbolic_build
         workers.build(keras_builds, self.distribute_strategy, iterator, data_batch)
 
-    def _make_function(self, step_function: Callable[[Nest], Nest]) -> Callable[..., Nest]:
+    def _make_function(self, step_function: Callable[[Nest], Logs]) -> Callable[..., Logs]:
         step = workers.with_logs_that_reduce(step_function, self.distribute_strategy)
         return super()._make_function(step)  # type: ignore[no-any-return]
 

@@ -101,7 +101,7 @@ class Replicas:
         self.strategy.run(run, args=(self._places,))
         return found
 
-    def once(self, function: Callable[[], Any]) -> None:
+    def once(self, function: Callable[[], None]) -> None:
         """Run a function once for all replicas, each of which calls this."""
         if self.is_inside():
             tf.distribute.get_replica_context().merge_call(lambda _: function())

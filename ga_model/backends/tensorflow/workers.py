@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ga_model.base._internals import add_note
 from ga_model.base._internals_tf import logs_over_replicas
-from ga_model.base._types import Nest, Scalar, Tensor
+from ga_model.base._types import Logs, Nest, Scalar, Tensor
 
 
 def build(
@@ -37,8 +37,8 @@ def build(
 
 
 def with_logs_that_reduce(
-    step: Callable[[Nest], Nest], strategy: tf.distribute.Strategy
-) -> Callable[[Nest], Nest]:
+    step: Callable[[Nest], Logs], strategy: tf.distribute.Strategy
+) -> Callable[[Nest], Logs]:
     """Return a `train_step` or `test_step` whose logs Keras can average over several workers.
 
     Keras averages over axis 0, which scalars lack (keras#20585, seen in 3.14.0 to 3.15.1). So they
@@ -47,7 +47,7 @@ def with_logs_that_reduce(
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return step
 
-    def reduce() -> Nest:
+    def reduce() -> Logs:
         logs = strategy.run(lambda: tf.zeros(()))
         return logs_over_replicas(logs, strategy)
 

@@ -20,7 +20,7 @@ from ga_model.backends.torch.state import LeftGradients, State
 from ga_model.base._internals import raw, stateless_scope
 from ga_model.base._internals_torch import times_written
 from ga_model.base._python_state import Attributes, PythonState
-from ga_model.base._types import Nest
+from ga_model.base._types import Logs, Nest
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import Applied, Function, States
 from ga_model.core.call_types import Split, Traced
@@ -87,7 +87,9 @@ class TorchBackend(Backend):
 
     # Steps.
 
-    def _compiled(self, name: Hashable, function: Function) -> Callable[..., Nest]:
+    def _compiled(
+        self, name: str | tuple[Hashable, ...], function: Function
+    ) -> Callable[..., Nest]:
         def run(*arguments: Nest) -> Nest:
             with torch.no_grad():
                 if function.discards:
@@ -99,7 +101,7 @@ class TorchBackend(Backend):
     def copied(self, nest: Nest) -> Nest:
         return keras.tree.map_structure(_copied, nest)
 
-    def run_step(self, data: Nest) -> tuple[Nest, list[keras.Variable]]:
+    def run_step(self, data: Nest) -> tuple[Logs, list[keras.Variable]]:
         others = self._model.non_trainable_variables
         versions = [times_written(raw(variable)) for variable in others]
         with self.running_step(), torch.enable_grad():
@@ -114,7 +116,7 @@ class TorchBackend(Backend):
 
     record_gradients = staticmethod(optimizers.record_gradients)
 
-    def once(self, function: Callable[[], Any]) -> None:
+    def once(self, function: Callable[[], None]) -> None:
         with torch.no_grad():
             function()
 

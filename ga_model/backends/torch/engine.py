@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ga_model.backends.hooks import CoreHooks
 from ga_model.backends.torch import refusals
-from ga_model.base._types import Nest
+from ga_model.base._types import Logs, Nest
 
 if TYPE_CHECKING:
     import torch
@@ -44,11 +44,11 @@ class Hooks(CoreHooks):
         if arguments.get("jit_compile") is True:
             raise ValueError(refusals.compiled_message(self.name))
 
-    def make_train_function(self, force: bool = False) -> Callable[..., Nest]:
+    def make_train_function(self, force: bool = False) -> Callable[..., Logs]:
         """Return the function that `fit` calls with each batch."""
         if self.jit_compile and (self.train_function is None or force):
             raise ValueError(refusals.compiled_message(self.name))
         return super().make_train_function(force)
 
-    def _train(self, data: Iterable[Nest]) -> Nest:
+    def _train(self, data: Iterable[Nest]) -> Logs:
         return self._accumulation.train(iter(data), 1)
