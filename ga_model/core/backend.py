@@ -16,7 +16,7 @@ from ga_model.base._internals import mask_of, set_mask, value_in
 from ga_model.base._method_patch import MethodPatch
 from ga_model.base._python_state import PythonState
 from ga_model.base._types import Gradient, Logs, Nest, Scalar, Tensor
-from ga_model.core.backend_types import GROUPS, Applied, Function, GradientSums, Group, State
+from ga_model.core.backend_types import GROUPS, Applied, Function, GradientSums, Group, Name, State
 from ga_model.core.batch import Batch, unpack
 from ga_model.core.models import optimizers_in, recording_of_thread
 from ga_model.core.stand_ins import APPLY, SCALE_LOSS
@@ -66,13 +66,13 @@ class Backend(ABC):
         self._is_running_step = ThreadValue(False)
         self.known_calls: dict[Hashable, tuple[Any, ...]] = {}
         self.current_batch: Nest = None
-        self._made: dict[str | tuple[Hashable, ...], Callable[..., Any]] = {}  # compiled, by name
+        self._made: dict[Name, Callable[..., Any]] = {}  # compiled, by name
 
     # Compilation.
 
     def compiled(
         self,
-        name: str | tuple[Hashable, ...],
+        name: Name,
         function: Callable[..., Nest],
         reads: Iterable[Group],
         updates: Iterable[Group] = (),
@@ -98,7 +98,7 @@ class Backend(ABC):
         return made
 
     @abstractmethod
-    def _compiled(self, name: str | tuple[Hashable, ...], function: Function) -> Callable[..., Any]:
+    def _compiled(self, name: Name, function: Function) -> Callable[..., Any]:
         """Compile a function for `compiled`."""
 
     def forget(self, kind: str) -> None:
@@ -109,7 +109,7 @@ class Backend(ABC):
         """Return a key of the shapes and dtypes of arguments, and of the trainable variables."""
         raise NotImplementedError
 
-    def zeros(self, name: str | tuple[Hashable, ...], shapes: Sums) -> Sums:
+    def zeros(self, name: Name, shapes: Sums) -> Sums:
         """Return sums of -0.0, to which numbers add bit-exactly, of shapes that `shapes` gave."""
         raise NotImplementedError
 
@@ -389,10 +389,7 @@ class Backend(ABC):
 
     @abstractmethod
     def restoring(self, is_own: bool) -> AbstractContextManager[None]:
-        """Return a context that restores the model at its end.
-
-        Args:
-            is_own: whether a custom step runs in it, which may write to anything.
+        """Return a context that restores the model at its end. A custom step may write to anything.
 
         Raises:
             ValueError: at its end, if weights were updated without an optimizer that is recorded.

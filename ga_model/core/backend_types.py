@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, Protocol, get_args
+from collections.abc import Callable, Hashable, Sequence
+from typing import Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 import keras
 
@@ -12,6 +12,8 @@ from ga_model.base._types import Gradient, Nest, Scalar
 # The groups of variables of a model, as Keras's attributes `trainable_variables` and so on.
 Group = Literal["trainable", "non_trainable", "optimizer", "metrics"]
 GROUPS: tuple[Group, ...] = get_args(Group)
+
+Name: TypeAlias = str | tuple[Hashable, ...]  # of a compiled function
 
 
 class Function(NamedTuple):

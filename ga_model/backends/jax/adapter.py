@@ -23,7 +23,7 @@ from ga_model.base._internals import (
 from ga_model.base._internals_jax import MORE_METHODS_OF_STEP, restore_variables, sync_variables
 from ga_model.base._types import Gradient, Logs, Nest, Scalar, Tensor
 from ga_model.core.backend import Backend
-from ga_model.core.backend_types import GROUPS, Applied, Function, Group
+from ga_model.core.backend_types import GROUPS, Applied, Function, Group, Name
 from ga_model.core.proof.noted import Draws, Noted
 from ga_model.core.stand_ins import SCALE_LOSS, recorded
 
@@ -91,7 +91,7 @@ class JaxBackend(Backend):
 
     # Compiled functions.
 
-    def _compiled(self, name: str | tuple[Hashable, ...], function: Function) -> Compiled:
+    def _compiled(self, name: Name, function: Function) -> Compiled:
         return Compiled(self, function, is_brief=name[0] == "trial")
 
     def key_of(self, arguments: tuple[Nest, ...]) -> Hashable:
@@ -120,7 +120,7 @@ class JaxBackend(Backend):
     def copied(self, nest: Nest) -> Nest:
         return jax.tree.map(jnp.copy, nest)
 
-    def zeros(self, name: str | tuple[Hashable, ...], shapes: Sums) -> Sums:
+    def zeros(self, name: Name, shapes: Sums) -> Sums:
         def nothing(shape: jax.ShapeDtypeStruct) -> jax.Array:
             zeros = jnp.zeros(shape.shape, shape.dtype)
             return zeros if shape.dtype == bool else -zeros

@@ -39,7 +39,7 @@ from ga_model.base._method_patch import MethodPatch
 from ga_model.base._python_state import PythonState
 from ga_model.base._types import Gradient, Logs, Nest, Scalar
 from ga_model.core.backend import Backend
-from ga_model.core.backend_types import Applied, Function, States
+from ga_model.core.backend_types import Applied, Function, Name, States
 from ga_model.core.batch import Batch
 from ga_model.core.call_types import Split, Traced
 from ga_model.core.messages import inner_graph_message
@@ -115,9 +115,7 @@ class TensorFlowBackend(Backend):
 
     # Compiled functions.
 
-    def _compiled(
-        self, name: str | tuple[Hashable, ...], function: Function
-    ) -> Callable[..., Nest]:
+    def _compiled(self, name: Name, function: Function) -> Callable[..., Nest]:
         if not self.traces:
             run: Callable[..., Nest] = functools.partial(self._run_eagerly, function.run)
         else:
@@ -170,7 +168,7 @@ class TensorFlowBackend(Backend):
     def copied(self, nest: Nest) -> Nest:
         return tf.nest.map_structure(_copied, nest)
 
-    def zeros(self, name: str | tuple[Hashable, ...], shapes: Sums) -> Sums:
+    def zeros(self, name: Name, shapes: Sums) -> Sums:
         if self.replicas is not None:
             zeros = self.compiled(name, lambda: tf.nest.map_structure(nothing, shapes), [])
             return cast(Sums, zeros())
@@ -371,7 +369,7 @@ _built_outside = MethodPatch(
 )
 
 
-def _is_made_of_parts(name: str | tuple[Hashable, ...]) -> bool:
+def _is_made_of_parts(name: Name) -> bool:
     """Return whether XLA must not compile the function as a whole: it runs a few times only, or
     recomputes microbatches of layer calls, which XLA would share with the first pass."""
     if not isinstance(name, tuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -22,7 +22,7 @@ from ga_model.base._internals_torch import times_written
 from ga_model.base._python_state import Attributes, PythonState
 from ga_model.base._types import Logs, Nest
 from ga_model.core.backend import Backend
-from ga_model.core.backend_types import Applied, Function, States
+from ga_model.core.backend_types import Applied, Function, Name, States
 from ga_model.core.call_types import Split, Traced
 from ga_model.core.models import optimizers_in
 from ga_model.core.snapshots import state_variables
@@ -87,9 +87,7 @@ class TorchBackend(Backend):
 
     # Steps.
 
-    def _compiled(
-        self, name: str | tuple[Hashable, ...], function: Function
-    ) -> Callable[..., Nest]:
+    def _compiled(self, name: Name, function: Function) -> Callable[..., Nest]:
         def run(*arguments: Nest) -> Nest:
             with torch.no_grad():
                 if function.discards:
