@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("gate" if is_taken else "sweep")
             seen[test] += 1
             continue
-        if any(item.get_closest_marker(name) for name in ("every_case", "sweep", "deep")):
+        if any(item.get_closest_marker(name) for name in ("every_case", "sweep")):
             continue
         test = (item.path, item.originalname)
         if seen[test]:

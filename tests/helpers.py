@@ -248,12 +248,12 @@ class Batches(keras.utils.PyDataset):
         return self.parts[index]
 
 
-def examples(number, is_deep=False):
-    """Let hypothesis draw so many examples, and others every time if it is to search deeply."""
+def examples(number, is_search=False):
+    """Let hypothesis draw so many examples, and others every time if it is to search."""
     return settings(
         max_examples=number,
-        derandomize=not is_deep,
-        print_blob=is_deep,
+        derandomize=not is_search,
+        print_blob=is_search,
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
