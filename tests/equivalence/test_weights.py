@@ -25,7 +25,6 @@ def test_float8_layers_remember_a_batch_without_weight_as_plain_keras_does():
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@pytest.mark.gate_every_case
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_only_a_heavier_microbatch_has_sums_multiplied(jit_compile):
     """On a CPU this would read and write all sums once more. XLA does both at once."""
