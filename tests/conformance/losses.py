@@ -7,7 +7,7 @@ import itertools
 import keras
 import numpy as np
 import zoo
-from case import TRIED, USUAL, Case, FallsShort, Warns, sgd
+from case import TRIED, USUAL, Case, FallsShort, Refused, Warns, sgd
 from helpers import dense_data, dense_model, ruled
 from keras import layers, ops
 
@@ -82,10 +82,14 @@ CASES |= {
     )
     for reduction in DIFFERENT_REDUCTIONS
 }
-CASES["no reduction"] = Case(
-    dense_model,
-    compile=sgd(squared("none"), 0.005),
-    backends=("tensorflow",),  # others take gradients of scalars only
+OF_SCALARS = {"backends": ("tensorflow",)}  # others take gradients of scalars only
+CASES["no reduction"] = Case(dense_model, compile=sgd(squared("none"), 0.005), **OF_SCALARS)
+CASES["no reduction beside another"] = Case(
+    *(zoo.two_outputs, zoo.two_outputs_data),
+    sgd((lambda: [keras.losses.MeanSquaredError("none"), "mse"],)),
+    expects={"across": Refused("Set its reduction to 'sum'")},
+    settings=("windows",),
+    **OF_SCALARS,
 )
 
 
@@ -147,6 +151,37 @@ CASES |= {
         settings=(*USUAL, "left out"),
     ),
 }
+
+
+class CallsOnDemand(keras.Model):
+    """Calls a layer where a sample asks for it: other microbatches have no gradient of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_all, self.of_some = layers.Dense(1), layers.Dense(1)
+
+    def call(self, x):
+        asks = ops.cast(x[:, :1] > 0, x.dtype)
+        if bool(ops.any(asks)):
+            return self.of_all(x) + asks * self.of_some(x)
+        return self.of_all(x)
+
+
+def heavier_later(rows):
+    """The first samples of a window ask for the layer, and the others weigh more."""
+    x, y = dense_data(rows)
+    is_first = np.arange(rows) % 12 < 4
+    x[:, 0] = np.where(is_first, 1.0, -1.0)
+    return x, y, np.where(is_first, 0.5, 1.0).astype(x.dtype)
+
+
+CASES["a heavier microbatch without a gradient of a variable"] = Case(
+    CallsOnDemand,
+    heavier_later,
+    compile_with("mean_with_sample_weight", run_eagerly=True),
+    backends=("tensorflow", "torch"),  # branches by values run eagerly
+    settings=("windows", "windows that may be left out"),
+)
 
 
 # Several outputs, with denominators of their own.

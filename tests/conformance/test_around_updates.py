@@ -297,39 +297,6 @@ def test_batches_of_a_window_log_what_it_has_so_far():
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-class Branches(AccumulatingModel, keras.Model):
-    """Has a layer that is called for batches in which a sample asks for it."""
-
-    def __init__(self):
-        super().__init__()
-        self.of_all, self.of_some = layers.Dense(1), layers.Dense(1)
-
-    def call(self, x):
-        asks = ops.cast(x[:, :1] > 0, x.dtype)
-        if bool(ops.any(asks)):
-            return self.of_all(x) + asks * self.of_some(x)
-        return self.of_all(x)
-
-
-@pytest.mark.skipif(BACKEND == "jax", reason="branches by values run eagerly")
-@pytest.mark.parametrize("skips", [False, True])
-def test_a_heavier_microbatch_without_a_gradient_of_a_variable_matches(skips):
-    x, y = dense_data(12)
-    x[:, 0] = np.where(np.arange(12) < 4, 1.0, -1.0)
-    weights = []
-    for places in ([0, 12], [0, 4, 12]):
-        model = seeded(Branches)
-        model(x)
-        model.compile("sgd", "mse", run_eagerly=True)
-        model.accumulation_steps, model.skip_nonfinite = len(places) - 1, skips
-        before = model.get_weights()
-        for begin, end in itertools.pairwise(places):
-            model.train_on_batch(x[begin:end], y[begin:end])
-        weights.append(model.get_weights())
-    assert_changed(weights[0], before)
-    assert relative_difference(weights[1], weights[0], before) <= LIMIT
-
-
 # Half precision, and microbatches that are not finite.
 
 
