@@ -139,12 +139,6 @@ def fresh_keras(request):
     set_dtype("float32")
 
 
-@pytest.fixture(params=["float64", "float32"])
-def dtype(request):
-    set_dtype(request.param)
-    return request.param
-
-
 @pytest.fixture
 def float64():
     set_dtype("float64")

@@ -26,10 +26,6 @@ def sequence_model(*first):
     return keras.Sequential([keras.Input((5, 3)), *parts])
 
 
-def masked_sequence_model():
-    return sequence_model(layers.Masking())
-
-
 def sample_weights(kind, rows):
     generator = np.random.default_rng(5)
     if kind == "none":
@@ -51,7 +47,7 @@ def compile_with(reduction, **kwargs):
 
 
 MODELS = {
-    "masked": (masked_sequence_model, zoo.masked_data),
+    "masked": (lambda: sequence_model(layers.Masking()), zoo.masked_data),
     "unmasked": (sequence_model, zoo.masked_data),
 }
 
@@ -159,6 +155,9 @@ class CallsOnDemand(keras.Model):
     def __init__(self):
         super().__init__()
         self.of_all, self.of_some = layers.Dense(1), layers.Dense(1)
+
+    def build(self, shape):
+        self.of_all.build(shape), self.of_some.build(shape)
 
     def call(self, x):
         asks = ops.cast(x[:, :1] > 0, x.dtype)
@@ -600,10 +599,6 @@ def number_of_positive(model, x, y):
     return ops.sum(ops.cast(y[:, 0] > 0, "float32"))
 
 
-def compares_predictions(of_keras, y, z):
-    return mean(y, z) + 0.01 * ops.max(ops.sum(ops.square(z[:, None] - z[None]), axis=-1))
-
-
 def weighs_by_target(of_keras, y, z):
     """Makes sample weights of its own and leaves the rest to Keras."""
     return of_keras(ops.cast(ops.not_equal(y[..., :1], 0.0), z.dtype))
@@ -612,11 +607,6 @@ def weighs_by_target(of_keras, y, z):
 def mean_by_outputs(of_keras, y, z):
     weights = ops.stop_gradient(ops.abs(z))
     return ops.sum(weights * ops.square(y - z)) / ops.sum(weights)
-
-
-def sum_of_outputs(model, x, y):
-    """A weight that depends on variables, which is taken as a constant."""
-    return ops.sum(ops.abs(model(x)))
 
 
 class OwnMetrics(keras.Sequential):
@@ -655,8 +645,9 @@ CASES |= {
     "own compute_loss: with a rule": Case(
         of_class(computing(mean_of_some, number_of_positive)), some_positive, sgd(None, 0.02)
     ),
-    "own compute_loss: with a rule of outputs": Case(
-        of_class(computing(mean_by_outputs, sum_of_outputs)), compile=sgd(None, 0.02)
+    "own compute_loss: with a rule of outputs": Case(  # which is taken as a constant
+        of_class(computing(mean_by_outputs, lambda model, x, y: ops.sum(ops.abs(model(x))))),
+        compile=sgd(None, 0.02),
     ),
     "own compute_loss: a sum by rule": Case(
         lambda: computing(lambda of_keras, y, z: of_keras() + total(y, z), lambda *_: "sum")(
@@ -670,7 +661,7 @@ CASES |= {
         compile_with("mean_with_sample_weight"),
     ),
     "own compute_loss: compares samples": Case(
-        of_class(computing(compares_predictions)),
+        of_class(computing(lambda of_keras, y, z: mean(y, z) + 0.01 * contrastive(y, z))),
         compile=sgd(None, 0.02, metrics=["mae"]),
         settings=("split", "recomputed", "microbatches of one"),
     ),
@@ -735,10 +726,6 @@ def of_all_over_some(y, z):
     return over_number(y, of_all(y, z))
 
 
-def in_one_branch(y, z):
-    return ops.where(number(y) > 0, of_all(y, z) / ops.maximum(number(y), 1e-9), 0.0)
-
-
 def signed(y, z):
     """The first column weighs, by numbers of both signs where it is -0.3 or less."""
     weights = ops.where(y[:, 0] > -0.3, 1.0, y[:, 1])
@@ -749,7 +736,9 @@ LOST = {
     "each_of_all_over_some": lambda y, z: ops.sum(over_number(y, per_sample(y, z))),
     "of_all_over_some": of_all_over_some,
     "of_all_over_some_unsafe": lambda y, z: of_all(y, z) / number(y),
-    "of_all_in_one_branch": in_one_branch,
+    "of_all_in_one_branch": lambda y, z: ops.where(
+        number(y) > 0, of_all(y, z) / ops.maximum(number(y), 1e-9), 0.0
+    ),
     "without_infinity": lambda y, z: ops.nan_to_num(of_all(y, z) / number(y), posinf=0.0),
     "signed": signed,
     # The bound is never reached in the trial.

@@ -11,7 +11,7 @@ import losses
 import numpy as np
 import torch
 from case import ALL, BUT_LOGS, LOGGED, TRIED, Case, Refused, Warns, sgd
-from helpers import Applies, dense_data, dense_model
+from helpers import dense_data, dense_model
 from keras import layers
 from models import KeepsAverage
 
@@ -125,10 +125,6 @@ def by_function(create_graph):
 
 def leaves(self):
     """Clear no gradients."""
-
-
-def in_pairs(self):
-    self.optimizer.apply_gradients([(v.value.grad, v) for v in self.trainable_weights])
 
 
 def of_two_losses(self, loss):
@@ -263,7 +259,11 @@ OF_GRADIENT, OF_WEIGHT = "gradient of .*(kernel|bias)", "(kernel|bias)"
 CASES = {
     "autograd.grad": step(**by_function(False)),
     "gradients that could be differentiated": step(**by_function(True)),
-    "apply_gradients": step(update=in_pairs),
+    "apply_gradients": step(
+        update=lambda self: self.optimizer.apply_gradients(
+            [(v.value.grad, v) for v in self.trainable_weights]
+        )
+    ),
     "two losses": step(take=of_two_losses),
     "a gradient for something else": step(take=in_parts),
     "unused weights": step(base=Unused),
@@ -477,10 +477,6 @@ class Schedules(Own):
         self.schedule.step()
 
 
-def of_others(parameters):
-    return torch.optim.SGD([*parameters, torch.nn.Parameter(torch.zeros(3))], 0.1)
-
-
 def with_optimizer(*settings, base=Own, refused=None, **methods):
     expects = {"across": Refused(rf"{refused}(.|\n)*`microbatch_size`")} if refused else {}
     settings = "windows", "split", *settings
@@ -500,7 +496,10 @@ CASES |= {
         update=lambda self: self.of_torch.step(lambda: 0.0), refused="passes a closure to `step`"
     ),
     "torch.optim, of other parameters": with_optimizer(
-        make_optimizer=staticmethod(of_others), refused="other parameters"
+        make_optimizer=staticmethod(
+            lambda own: torch.optim.SGD([*own, torch.nn.Parameter(torch.zeros(3))], 0.1)
+        ),
+        refused="other parameters",
     ),
 }
 
@@ -516,13 +515,6 @@ class Hooked(layers.Dense):
         if outputs.requires_grad:
             outputs.register_hook(clip)
         return outputs
-
-
-def mixing(x):
-    """Let a hook combine the gradients of samples."""
-    if x.requires_grad:
-        x.register_hook(lambda g: g - 0.5 * g.mean(0, keepdim=True))
-    return x * 1.0
 
 
 def clip(gradient):
@@ -578,9 +570,6 @@ CASES |= {
     for step_of, base in BASES.items()
     for name in HOOKS
 }
-CASES["hook that mixes"] = case_of(
-    model_of(keras.Sequential, lambda: Applies(mixing)), DIFFERS | whole("hooks")
-)
 
 
 # State that is kept in no variable, or written past PyTorch's count of writes.
