@@ -463,12 +463,6 @@ def looking():
     return keras.Model(ids, layers.Dense(2)(hidden))
 
 
-def values_alike_at_first(rows):
-    x, y = dense_data(rows)
-    x[:5] = x[0]
-    return x, y
-
-
 def alike_at_first(rows):
     ids = np.random.default_rng(0).integers(0, 7, size=(rows, 2)).astype("int32")
     ids[:5] = ids[0]
@@ -683,9 +677,6 @@ CASES |= {
     "activations of the user's": Case(of_functions(lambda x: x * ops.tanh(x), ops.sin)),
     "a layer that combines samples, which are alike at first": Case(
         looking, alike_at_first, **IN_ONE_BATCH
-    ),
-    "a layer that combines values, which are alike at first": Case(
-        lambda: sequential((4,), Centers(), dense_model()), values_alike_at_first, **IN_ONE_BATCH
     ),
     "a layer that combines samples behind a head of zeros": behind_zeros(),
     "a layer that combines samples where numbers are missing": imputing(ops.isnan, np.nan),

@@ -174,11 +174,6 @@ def adds_by_data(self):
 # What is done with gradients and weights, also where it first changes something after some batches.
 
 
-def clips(self):
-    torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
-    Step.update(self)
-
-
 class ClampsLater(Step):
     num_batches = 0
 
@@ -270,7 +265,6 @@ CASES = {
     "checkpoints": step(forward_loss=checkpointed(False)),
     "reentrant checkpoints": step(forward_loss=checkpointed(True)),
     "gradients by data": step(update=adds_by_data),
-    "clips gradients": differs(OF_GRADIENT, update=clips),
     "clamps gradients later": differs(OF_GRADIENT, base=ClampsLater),
     "optimizers of two names": differs(OF_GRADIENT, base=ByOther, number_of_own=1),
     "clips weights later": differs(OF_WEIGHT, update=clips_later, compile=sgd(None, 10.0)),
