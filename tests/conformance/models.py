@@ -63,8 +63,6 @@ IN_ONE_BATCH = {"settings": ("split", "recomputed"), "expects": {"within": WHOLE
 
 
 class Branches(layers.Layer):
-    """Normalizes in one of two branches."""
-
     def build(self, shape):
         self.inner = layers.BatchNormalization()
         self.inner.build(shape)
@@ -327,8 +325,6 @@ CASES |= {
 
 
 class Adds(layers.Layer):
-    """Adds losses that are functions of its inputs."""
-
     def __init__(self, *functions):
         super().__init__()
         self.functions = functions

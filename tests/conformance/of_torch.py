@@ -140,8 +140,6 @@ def in_parts(self, loss):
 
 
 class Unused(Step):
-    """Of whose weights some get no gradient."""
-
     def begin(self):
         self.unused = layers.Dense(3)
         self.unused.build((None, 4))
@@ -193,8 +191,6 @@ def clips_later(self):
 
 
 class WritesLater(Step):
-    """Begins to write to a variable after the first update."""
-
     def begin(self):
         self.target = self.add_weight(name="target", shape=(2,), trainable=False)
 
@@ -211,8 +207,6 @@ def root_later(self, x, y):
 
 
 class RootLater(keras.Sequential):
-    """Takes the root of its loss from the second epoch on."""
-
     takes_root = False
 
     def compute_loss(self, *args, **kwargs):
@@ -427,8 +421,6 @@ OPTIMIZERS = {
 
 
 class Own(Step):
-    """A step as in scripts of PyTorch."""
-
     make_optimizer = staticmethod(OPTIMIZERS["AdamW"])
 
     def compile(self, *args, **kwargs):
@@ -460,8 +452,6 @@ class Two(Own):
 
 
 class Schedules(Own):
-    """Lowers the rate in each step."""
-
     def compile(self):
         super().compile()
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.of_torch, 0.5)
@@ -502,8 +492,6 @@ CASES |= {
 
 
 class Hooked(layers.Dense):
-    """Clips the gradient of what it gives."""
-
     def call(self, x):
         outputs = super().call(x)
         if outputs.requires_grad:
@@ -582,8 +570,6 @@ class Buffer(torch.nn.Module):
 
 
 class Replaces(layers.Layer):
-    """Keeps a tensor in an attribute."""
-
     def __init__(self):
         super().__init__()
         self.average = torch.zeros(5)
@@ -600,8 +586,6 @@ class InPlace(Replaces):
 
 
 class ByData(layers.Layer):
-    """Writes to a variable through `.data`."""
-
     def build(self, shape):
         self.average = self.add_weight(shape=(5,), initializer="zeros", trainable=False)
 
@@ -741,8 +725,6 @@ CASES["counts in Python"] = case_of(model_of(keras.Sequential, first=Fades), DIF
 
 
 class Scaled(layers.Dense):
-    """Has a variable that the step sets."""
-
     def build(self, shape):
         super().build(shape)
         self.scale = self.add_weight(shape=(), initializer="ones", trainable=False, name="scale")

@@ -192,8 +192,6 @@ class OfObjective(OwnStep):
 
 
 class Tracks(OfObjective):
-    """Has metrics of its own: of the loss, and of samples."""
-
     def make(self):
         super().make()
         self.of_loss = keras.metrics.Mean(name="of_loss")
@@ -210,8 +208,6 @@ class Tracks(OfObjective):
 
 
 class AddsLosses(OfObjective):
-    """Adds what layers have added."""
-
     def loss_of(self, x, y):
         return super().loss_of(x, y) + sum(self.losses)
 
@@ -262,8 +258,6 @@ class FewArguments(OfObjective):
 
 
 class WeighsSamples(keras.Sequential):
-    """Computes sample weights in its step."""
-
     divides_by = staticmethod(lambda weights: 1.0)
 
     def train_step(self, *args):
@@ -273,8 +267,6 @@ class WeighsSamples(keras.Sequential):
 
 
 class AppliesAnInner(OfObjective):
-    """Applies the optimizer of a model inside it, too."""
-
     def make(self):
         super().make()
         self.inner = dense_model()
@@ -422,7 +414,6 @@ def adversarial(model, x, y):
 
 
 def forward_mode(model, x, y):
-    """Takes the derivative along a direction."""
     with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as forward:
         score = model.net(x)
     slope = forward.jvp(score)
@@ -564,8 +555,6 @@ class AppliesTwice(OwnStep):
 
 
 class AppliesNone(OwnStep):
-    """Moves its weights by itself."""
-
     def update(self, gradients, variables):
         for variable, gradient in zip(variables, gradients):
             variable.assign(variable - 0.1 * gradient)

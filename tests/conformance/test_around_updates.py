@@ -250,8 +250,6 @@ class CountsUpdates(AccumulatingModel, keras.Sequential):
 
 
 class Notes(keras.callbacks.Callback):
-    """Notes what happens, and the weights after updates."""
-
     def __init__(self):
         super().__init__()
         self.events, self.weights = [], []
@@ -516,7 +514,6 @@ def test_files_open_without_this_package_and_on_each_backend(tmp_path):
 
 
 def clone(model):
-    """Return a clone, which has neither the weights nor the compilation."""
     cloned = keras.models.clone_model(model)
     cloned.set_weights(model.get_weights())
     cloned.compile(**arguments())
@@ -828,8 +825,6 @@ def test_a_mean_is_tried_in_one_way_and_not_noted_while_it_trains(monkeypatch):
 
 
 class Drops(OfObjective):
-    """Has layers that draw."""
-
     def __init__(self, *more):
         drawing = [layers.Dropout(0.3, seed=1), layers.GaussianNoise(0.1, seed=2)]
         super().__init__(losses.mean, [keras.Input((4,)), dense_model(), *drawing, layers.Dense(2)])
@@ -847,8 +842,6 @@ def test_trying_leaves_no_trace():
 
 
 class DropsByTorch(layers.Layer):
-    """Draws by PyTorch itself."""
-
     def call(self, x, training=False):
         return torch.nn.functional.dropout(x, 0.5, training=bool(training))
 
@@ -930,8 +923,6 @@ def weights_after(batches, make, **settings):
 
 
 class OfNames(keras.Model):
-    """Treats its input by the name that it has in a dictionary."""
-
     def __init__(self):
         super().__init__()
         self.head = keras.layers.Dense(2)
