@@ -174,13 +174,16 @@ def heavier_later(rows):
     return x, y, np.where(is_first, 0.5, 1.0).astype(x.dtype)
 
 
-CASES["a heavier microbatch without a gradient of a variable"] = Case(
-    CallsOnDemand,
-    heavier_later,
-    compile_with("mean_with_sample_weight", run_eagerly=True),
-    backends=("tensorflow", "torch"),  # branches by values run eagerly
-    settings=("windows", "windows that may be left out"),
-)
+CASES |= {
+    f"a layer on demand, {setting}": Case(
+        CallsOnDemand,
+        heavier_later,
+        compile_with("mean_with_sample_weight", run_eagerly=True),
+        backends=("tensorflow", "torch"),  # branches by values run eagerly
+        settings=(setting,),
+    )
+    for setting in ("windows", "windows that may be left out")
+}
 
 
 # Several outputs, with denominators of their own.
