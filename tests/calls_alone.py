@@ -33,8 +33,6 @@ def tried(layer, *inputs, known=None):
 
 
 class Own(Applies):
-    """Computes by a function of itself and its input."""
-
     def build(self, shape):
         self.weight = self.add_weight(shape=(4,), initializer="zeros")
         self.state = self.add_weight(shape=(4,), initializer="ones", trainable=False)

@@ -99,20 +99,16 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: folder_of(item.path) not in ("conformance", "equivalence"))
     seen = collections.Counter()
     for item in items:
-        if (most := PARTS.get(folder_of(item.path))) is not None:
-            test = (item.path, item.originalname)
-            is_taken = seen[test] < most or item.get_closest_marker("every_case")
-            item.add_marker("gate" if is_taken else "sweep")
-            seen[test] += 1
-            continue
-        if any(item.get_closest_marker(name) for name in ("every_case", "sweep", "deep")):
+        marks, most = {mark.name for mark in item.iter_markers()}, PARTS.get(folder_of(item.path))
+        if "sweep" in marks or ("every_case" in marks and most is None):
             continue
         test = (item.path, item.originalname)
-        if seen[test]:
-            first = 0 if item.get_closest_marker("gate") else 1
-            is_taken = seen[test] % 37 == first or item.get_closest_marker("gate_every_case")
-            item.add_marker("gate" if is_taken else "sweep")
-        seen[test] += 1
+        number, seen[test] = seen[test], seen[test] + 1
+        if most is not None:
+            item.add_marker("gate" if number < most or "every_case" in marks else "sweep")
+        elif number:
+            first = 0 if "gate" in marks else 1
+            item.add_marker("gate" if number % 37 == first else "sweep")
     if helpers.num_replicas > 1:
         out = [item for item in items if item.get_closest_marker("one_device")]
         config.hook.pytest_deselected(items=out)
@@ -141,12 +137,6 @@ def fresh_keras(request):
     set_dtype("float32")
     yield
     set_dtype("float32")
-
-
-@pytest.fixture(params=["float64", "float32"])
-def dtype(request):
-    set_dtype(request.param)
-    return request.param
 
 
 @pytest.fixture

@@ -6,30 +6,24 @@ BACKEND = keras.backend.backend()
 
 if BACKEND == "tensorflow":
     import tensorflow as tf
-
-    def gradients_of(model, loss):
-        """Return the gradients of `loss()` with respect to a model's trainable variables."""
-        with tf.GradientTape() as tape:
-            value = loss()
-        return tape.gradient(value, model.trainable_variables)
-
-elif BACKEND == "torch":
-
-    def gradients_of(model, loss):
-        """Return the gradients of `loss()` with respect to a model's trainable variables."""
-        model.zero_grad()
-        loss().backward()
-        return [variable.value.grad for variable in model.trainable_variables]
-
-else:
+elif BACKEND == "jax":
     import jax
 
-    def gradients_of(model, loss):
-        """Return the gradients of `loss()` with respect to a model's trainable variables."""
-        variables = model.trainable_variables
 
-        def loss_of(values):
-            with keras.StatelessScope(list(zip(variables, values))):
-                return loss()
+def gradients_of(model, loss):
+    """Return the gradients of `loss()` with respect to a model's trainable variables."""
+    variables = model.trainable_variables
+    if BACKEND == "tensorflow":
+        with tf.GradientTape() as tape:
+            value = loss()
+        return tape.gradient(value, variables)
+    if BACKEND == "torch":
+        model.zero_grad()
+        loss().backward()
+        return [variable.value.grad for variable in variables]
 
-        return jax.grad(loss_of)([variable.value for variable in variables])
+    def loss_of(values):
+        with keras.StatelessScope(list(zip(variables, values))):
+            return loss()
+
+    return jax.grad(loss_of)([variable.value for variable in variables])

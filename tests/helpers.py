@@ -173,8 +173,6 @@ def seeded(make):
 
 
 class Applies(keras.layers.Layer):
-    """A layer of one's own that applies a function."""
-
     def __init__(self, function):
         super().__init__()
         self.function = function
@@ -230,13 +228,10 @@ class Counting(keras.Model):
 
 
 def parts_of(x, y, rows):
-    """Return batches of so many rows."""
     return [(x[i : i + rows], y[i : i + rows]) for i in range(0, len(x), rows)]
 
 
 class Batches(keras.utils.PyDataset):
-    """Batches that are given."""
-
     def __init__(self, parts, **kwargs):
         super().__init__(**kwargs)
         self.parts = parts
@@ -248,12 +243,12 @@ class Batches(keras.utils.PyDataset):
         return self.parts[index]
 
 
-def examples(number, is_deep=False):
-    """Let hypothesis draw so many examples, and others every time if it is to search deeply."""
+def examples(number, is_search=False):
+    """Let hypothesis draw so many examples, and others every time if it is to search."""
     return settings(
         max_examples=number,
-        derandomize=not is_deep,
-        print_blob=is_deep,
+        derandomize=not is_search,
+        print_blob=is_search,
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
@@ -270,7 +265,6 @@ def run_python(*arguments, **environment):
 
 
 def python_blocks(text):
-    """Return the fenced blocks of Python in a page."""
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 

@@ -36,7 +36,6 @@ def compiled(start, strategy, rate=0.01, **settings):
 
 
 def train(strategy, start, x, y, directory):
-    """Fit, evaluate and predict."""
     model = compiled(start, strategy, **SETTINGS)
     fit = {"batch_size": ROWS, "epochs": 2, "shuffle": False, "verbose": 0}
     history = model.fit(x, y, validation_data=(x[:11], y[:11]), **fit).history
@@ -58,7 +57,6 @@ class Dies(keras.callbacks.Callback):
 
 
 def resume(strategy, start, x, y, directory, callbacks=()):
-    """Train with a backup."""
     model = compiled(start, strategy, accumulation_steps=3)
     backup = keras.callbacks.BackupAndRestore(directory / f"backup{INDEX}")
     fit = {"batch_size": ROWS, "epochs": EPOCHS, "shuffle": False, "verbose": 0}
@@ -67,7 +65,6 @@ def resume(strategy, start, x, y, directory, callbacks=()):
 
 
 def die(*args):
-    """Train with a backup, until a worker dies."""
     resume(*args, callbacks=[Dies()])
 
 

@@ -78,7 +78,6 @@ def recurrent():
 
 
 def images():
-    """With noise and augmentation."""
     parts = [layers.RandomFlip(), layers.GaussianNoise(0.5), layers.Conv2D(4, 3, activation="tanh")]
     parts += [layers.GroupNormalization(2), layers.SpatialDropout2D(0.5), layers.Flatten()]
     model = sequential((8, 8, 2), *parts, layers.AlphaDropout(0.2), layers.Dense(2))
@@ -197,7 +196,6 @@ CASES = [
 
 
 def of_the_suite(name):
-    """Return a compiled model of the conformance suite, and its data."""
     case = SUITE[name]
     model = case.make()
     model.compile(**case.compile())

@@ -7,7 +7,7 @@ import itertools
 import keras
 import numpy as np
 import zoo
-from case import TRIED, USUAL, Case, FallsShort, Warns, sgd
+from case import TRIED, USUAL, Case, FallsShort, Refused, Warns, sgd
 from helpers import dense_data, dense_model, ruled
 from keras import layers, ops
 
@@ -24,10 +24,6 @@ DIFFERENT_REDUCTIONS = [name for name in REDUCTIONS if name != "mean"]  # which 
 def sequence_model(*first):
     parts = *first, layers.Dense(4, activation="tanh"), layers.Dense(2)
     return keras.Sequential([keras.Input((5, 3)), *parts])
-
-
-def masked_sequence_model():
-    return sequence_model(layers.Masking())
 
 
 def sample_weights(kind, rows):
@@ -51,7 +47,7 @@ def compile_with(reduction, **kwargs):
 
 
 MODELS = {
-    "masked": (masked_sequence_model, zoo.masked_data),
+    "masked": (lambda: sequence_model(layers.Masking()), zoo.masked_data),
     "unmasked": (sequence_model, zoo.masked_data),
 }
 
@@ -82,10 +78,14 @@ CASES |= {
     )
     for reduction in DIFFERENT_REDUCTIONS
 }
-CASES["no reduction"] = Case(
-    dense_model,
-    compile=sgd(squared("none"), 0.005),
-    backends=("tensorflow",),  # others take gradients of scalars only
+OF_SCALARS = {"backends": ("tensorflow",)}  # others take gradients of scalars only
+CASES["no reduction"] = Case(dense_model, compile=sgd(squared("none"), 0.005), **OF_SCALARS)
+CASES["no reduction beside another"] = Case(
+    *(zoo.two_outputs, zoo.two_outputs_data),
+    sgd((lambda: [keras.losses.MeanSquaredError("none"), "mse"],)),
+    expects={"across": Refused("Set its reduction to 'sum'")},
+    settings=("windows",),
+    **OF_SCALARS,
 )
 
 
@@ -146,6 +146,43 @@ CASES |= {
         decaying,
         settings=(*USUAL, "left out"),
     ),
+}
+
+
+class CallsOnDemand(keras.Model):
+    """Calls a layer where a sample asks for it: other microbatches have no gradient of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_all, self.of_some = layers.Dense(1), layers.Dense(1)
+
+    def build(self, shape):
+        self.of_all.build(shape), self.of_some.build(shape)
+
+    def call(self, x):
+        asks = ops.cast(x[:, :1] > 0, x.dtype)
+        if bool(ops.any(asks)):
+            return self.of_all(x) + asks * self.of_some(x)
+        return self.of_all(x)
+
+
+def heavier_later(rows):
+    """The first samples of a window ask for the layer, and the others weigh more."""
+    x, y = dense_data(rows)
+    is_first = np.arange(rows) % 12 < 4
+    x[:, 0] = np.where(is_first, 1.0, -1.0)
+    return x, y, np.where(is_first, 0.5, 1.0).astype(x.dtype)
+
+
+CASES |= {
+    f"a layer on demand, {setting}": Case(
+        CallsOnDemand,
+        heavier_later,
+        compile_with("mean_with_sample_weight", run_eagerly=True),
+        backends=("tensorflow", "torch"),  # branches by values run eagerly
+        settings=(setting,),
+    )
+    for setting in ("windows", "windows that may be left out")
 }
 
 
@@ -565,10 +602,6 @@ def number_of_positive(model, x, y):
     return ops.sum(ops.cast(y[:, 0] > 0, "float32"))
 
 
-def compares_predictions(of_keras, y, z):
-    return mean(y, z) + 0.01 * ops.max(ops.sum(ops.square(z[:, None] - z[None]), axis=-1))
-
-
 def weighs_by_target(of_keras, y, z):
     """Makes sample weights of its own and leaves the rest to Keras."""
     return of_keras(ops.cast(ops.not_equal(y[..., :1], 0.0), z.dtype))
@@ -577,11 +610,6 @@ def weighs_by_target(of_keras, y, z):
 def mean_by_outputs(of_keras, y, z):
     weights = ops.stop_gradient(ops.abs(z))
     return ops.sum(weights * ops.square(y - z)) / ops.sum(weights)
-
-
-def sum_of_outputs(model, x, y):
-    """A weight that depends on variables, which is taken as a constant."""
-    return ops.sum(ops.abs(model(x)))
 
 
 class OwnMetrics(keras.Sequential):
@@ -620,8 +648,9 @@ CASES |= {
     "own compute_loss: with a rule": Case(
         of_class(computing(mean_of_some, number_of_positive)), some_positive, sgd(None, 0.02)
     ),
-    "own compute_loss: with a rule of outputs": Case(
-        of_class(computing(mean_by_outputs, sum_of_outputs)), compile=sgd(None, 0.02)
+    "own compute_loss: with a rule of outputs": Case(  # which is taken as a constant
+        of_class(computing(mean_by_outputs, lambda model, x, y: ops.sum(ops.abs(model(x))))),
+        compile=sgd(None, 0.02),
     ),
     "own compute_loss: a sum by rule": Case(
         lambda: computing(lambda of_keras, y, z: of_keras() + total(y, z), lambda *_: "sum")(
@@ -635,7 +664,7 @@ CASES |= {
         compile_with("mean_with_sample_weight"),
     ),
     "own compute_loss: compares samples": Case(
-        of_class(computing(compares_predictions)),
+        of_class(computing(lambda of_keras, y, z: mean(y, z) + 0.01 * contrastive(y, z))),
         compile=sgd(None, 0.02, metrics=["mae"]),
         settings=("split", "recomputed", "microbatches of one"),
     ),
@@ -700,10 +729,6 @@ def of_all_over_some(y, z):
     return over_number(y, of_all(y, z))
 
 
-def in_one_branch(y, z):
-    return ops.where(number(y) > 0, of_all(y, z) / ops.maximum(number(y), 1e-9), 0.0)
-
-
 def signed(y, z):
     """The first column weighs, by numbers of both signs where it is -0.3 or less."""
     weights = ops.where(y[:, 0] > -0.3, 1.0, y[:, 1])
@@ -714,7 +739,9 @@ LOST = {
     "each_of_all_over_some": lambda y, z: ops.sum(over_number(y, per_sample(y, z))),
     "of_all_over_some": of_all_over_some,
     "of_all_over_some_unsafe": lambda y, z: of_all(y, z) / number(y),
-    "of_all_in_one_branch": in_one_branch,
+    "of_all_in_one_branch": lambda y, z: ops.where(
+        number(y) > 0, of_all(y, z) / ops.maximum(number(y), 1e-9), 0.0
+    ),
     "without_infinity": lambda y, z: ops.nan_to_num(of_all(y, z) / number(y), posinf=0.0),
     "signed": signed,
     # The bound is never reached in the trial.

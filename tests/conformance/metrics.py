@@ -32,7 +32,6 @@ def number_above(y, z):
 
 
 def above_mean(y, z):
-    """A mean over some of the entries."""
     chosen = ops.cast(y > 0, z.dtype)
     return ops.sum(chosen * ops.abs(y - z)) / ops.maximum(ops.sum(chosen), 1)
 

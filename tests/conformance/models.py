@@ -63,8 +63,6 @@ IN_ONE_BATCH = {"settings": ("split", "recomputed"), "expects": {"within": WHOLE
 
 
 class Branches(layers.Layer):
-    """Normalizes in one of two branches."""
-
     def build(self, shape):
         self.inner = layers.BatchNormalization()
         self.inner.build(shape)
@@ -154,25 +152,13 @@ def normalized_outputs():
     return keras.Model(inputs, {name: layers.Dense(2, name=name)(hidden) for name in ("z", "a")})
 
 
-class TwoTowers(keras.Model):
-    """Takes a dict and gives one, whose keys are not in alphabetical order."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = layers.Dense(4, "tanh"), layers.Dense(4, "tanh")
-        self.z, self.a = layers.Dense(1), layers.Dense(3)
-
-    def call(self, inputs):
-        left, right = self.left(inputs["right"]), self.right(inputs["left"])
-        return {"z": self.z(left * right), "a": self.a(left - right)}
-
-
 def towers_data(rows):
     x, y = dense_data(rows, features=6, outputs=4)
     return {"right": x[:, :4], "left": x[:, 4:]}, {"z": y[:, :1], "a": y[:, 1:] + 5.0}
 
 
-def functional_towers():
+def towers():
+    """Takes a dict and gives one, whose keys are not in alphabetical order."""
     inputs = {name: keras.Input((n,), name=name) for name, n in (("right", 4), ("left", 2))}
     hidden = {name: layers.Dense(4, "tanh")(part) for name, part in inputs.items()}
     outputs = {
@@ -257,14 +243,14 @@ def by_output(rows):
 OF_BOTH = {"z": "mse", "a": "mae"}
 CASES |= {
     "an order of keys": Case(CallsOrdered),
-    "dicts": Case(TwoTowers, towers_data, sgd(OF_BOTH, metrics={"a": ["mse"]})),
+    "dicts": Case(towers, towers_data, sgd(OF_BOTH, metrics={"a": ["mse"]})),
     "nested": Case(Nested, nested_data, sgd(None)),
     "a list with an output without a loss": Case(
         zoo.two_outputs, both(same, lambda y: [y, None]), sgd(["mse", None])
     ),
     "a list of inputs": Case(two_inputs, both(lambda x: np.split(x, 2, axis=1)[::-1], same)),
     "sample weights by output": Case(
-        functional_towers,
+        towers,
         lambda rows: (*towers_data(rows), by_output(rows)),
         sgd(OF_BOTH, loss_weights={"a": 0.3, "z": 2.0}),
     ),
@@ -339,8 +325,6 @@ CASES |= {
 
 
 class Adds(layers.Layer):
-    """Adds losses that are functions of its inputs."""
-
     def __init__(self, *functions):
         super().__init__()
         self.functions = functions
@@ -473,12 +457,6 @@ def looking():
     ids = keras.Input((2,), dtype="int32")
     hidden = layers.Dense(3, activation="tanh")(layers.Flatten()(Looks(7, 3)(ids)))
     return keras.Model(ids, layers.Dense(2)(hidden))
-
-
-def values_alike_at_first(rows):
-    x, y = dense_data(rows)
-    x[:5] = x[0]
-    return x, y
 
 
 def alike_at_first(rows):
@@ -696,9 +674,6 @@ CASES |= {
     "a layer that combines samples, which are alike at first": Case(
         looking, alike_at_first, **IN_ONE_BATCH
     ),
-    "a layer that combines values, which are alike at first": Case(
-        lambda: sequential((4,), Centers(), dense_model()), values_alike_at_first, **IN_ONE_BATCH
-    ),
     "a layer that combines samples behind a head of zeros": behind_zeros(),
     "a layer that combines samples where numbers are missing": imputing(ops.isnan, np.nan),
     "a layer that combines samples where there is a code": imputing(lambda x: x == -9.0, -9.0),
@@ -863,6 +838,11 @@ CASES |= {
         )
         for name in ("sgd", "adam")
     },
+    "float8, without weight": float8(
+        data=lambda rows: (*dense_data(rows), np.zeros(rows)),
+        compile=sgd((lambda: keras.losses.MeanSquaredError("mean_with_sample_weight"),)),
+        settings=("split",),
+    ),
     "float8 in partial windows": float8(
         expects={"windows": Warns("Float8 layers record the size of gradients.*partial")},
         settings=("windows",),

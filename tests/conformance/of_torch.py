@@ -11,7 +11,7 @@ import losses
 import numpy as np
 import torch
 from case import ALL, BUT_LOGS, LOGGED, TRIED, Case, Refused, Warns, sgd
-from helpers import Applies, dense_data, dense_model
+from helpers import dense_data, dense_model
 from keras import layers
 from models import KeepsAverage
 
@@ -127,10 +127,6 @@ def leaves(self):
     """Clear no gradients."""
 
 
-def in_pairs(self):
-    self.optimizer.apply_gradients([(v.value.grad, v) for v in self.trainable_weights])
-
-
 def of_two_losses(self, loss):
     self.forward_loss(*map(torch.as_tensor, dense_data(4))).backward()
     loss.backward()
@@ -144,8 +140,6 @@ def in_parts(self, loss):
 
 
 class Unused(Step):
-    """Of whose weights some get no gradient."""
-
     def begin(self):
         self.unused = layers.Dense(3)
         self.unused.build((None, 4))
@@ -178,11 +172,6 @@ def adds_by_data(self):
 # What is done with gradients and weights, also where it first changes something after some batches.
 
 
-def clips(self):
-    torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
-    Step.update(self)
-
-
 class ClampsLater(Step):
     num_batches = 0
 
@@ -202,8 +191,6 @@ def clips_later(self):
 
 
 class WritesLater(Step):
-    """Begins to write to a variable after the first update."""
-
     def begin(self):
         self.target = self.add_weight(name="target", shape=(2,), trainable=False)
 
@@ -220,8 +207,6 @@ def root_later(self, x, y):
 
 
 class RootLater(keras.Sequential):
-    """Takes the root of its loss from the second epoch on."""
-
     takes_root = False
 
     def compute_loss(self, *args, **kwargs):
@@ -263,14 +248,17 @@ OF_GRADIENT, OF_WEIGHT = "gradient of .*(kernel|bias)", "(kernel|bias)"
 CASES = {
     "autograd.grad": step(**by_function(False)),
     "gradients that could be differentiated": step(**by_function(True)),
-    "apply_gradients": step(update=in_pairs),
+    "apply_gradients": step(
+        update=lambda self: self.optimizer.apply_gradients(
+            [(v.value.grad, v) for v in self.trainable_weights]
+        )
+    ),
     "two losses": step(take=of_two_losses),
     "a gradient for something else": step(take=in_parts),
     "unused weights": step(base=Unused),
     "checkpoints": step(forward_loss=checkpointed(False)),
     "reentrant checkpoints": step(forward_loss=checkpointed(True)),
     "gradients by data": step(update=adds_by_data),
-    "clips gradients": differs(OF_GRADIENT, update=clips),
     "clamps gradients later": differs(OF_GRADIENT, base=ClampsLater),
     "optimizers of two names": differs(OF_GRADIENT, base=ByOther, number_of_own=1),
     "clips weights later": differs(OF_WEIGHT, update=clips_later, compile=sgd(None, 10.0)),
@@ -433,8 +421,6 @@ OPTIMIZERS = {
 
 
 class Own(Step):
-    """A step as in scripts of PyTorch."""
-
     make_optimizer = staticmethod(OPTIMIZERS["AdamW"])
 
     def compile(self, *args, **kwargs):
@@ -466,8 +452,6 @@ class Two(Own):
 
 
 class Schedules(Own):
-    """Lowers the rate in each step."""
-
     def compile(self):
         super().compile()
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.of_torch, 0.5)
@@ -475,10 +459,6 @@ class Schedules(Own):
     def update(self):
         super().update()
         self.schedule.step()
-
-
-def of_others(parameters):
-    return torch.optim.SGD([*parameters, torch.nn.Parameter(torch.zeros(3))], 0.1)
 
 
 def with_optimizer(*settings, base=Own, refused=None, **methods):
@@ -500,7 +480,10 @@ CASES |= {
         update=lambda self: self.of_torch.step(lambda: 0.0), refused="passes a closure to `step`"
     ),
     "torch.optim, of other parameters": with_optimizer(
-        make_optimizer=staticmethod(of_others), refused="other parameters"
+        make_optimizer=staticmethod(
+            lambda own: torch.optim.SGD([*own, torch.nn.Parameter(torch.zeros(3))], 0.1)
+        ),
+        refused="other parameters",
     ),
 }
 
@@ -509,20 +492,11 @@ CASES |= {
 
 
 class Hooked(layers.Dense):
-    """Clips the gradient of what it gives."""
-
     def call(self, x):
         outputs = super().call(x)
         if outputs.requires_grad:
             outputs.register_hook(clip)
         return outputs
-
-
-def mixing(x):
-    """Let a hook combine the gradients of samples."""
-    if x.requires_grad:
-        x.register_hook(lambda g: g - 0.5 * g.mean(0, keepdim=True))
-    return x * 1.0
 
 
 def clip(gradient):
@@ -578,9 +552,6 @@ CASES |= {
     for step_of, base in BASES.items()
     for name in HOOKS
 }
-CASES["hook that mixes"] = case_of(
-    model_of(keras.Sequential, lambda: Applies(mixing)), DIFFERS | whole("hooks")
-)
 
 
 # State that is kept in no variable, or written past PyTorch's count of writes.
@@ -599,8 +570,6 @@ class Buffer(torch.nn.Module):
 
 
 class Replaces(layers.Layer):
-    """Keeps a tensor in an attribute."""
-
     def __init__(self):
         super().__init__()
         self.average = torch.zeros(5)
@@ -617,8 +586,6 @@ class InPlace(Replaces):
 
 
 class ByData(layers.Layer):
-    """Writes to a variable through `.data`."""
-
     def build(self, shape):
         self.average = self.add_weight(shape=(5,), initializer="zeros", trainable=False)
 
@@ -758,8 +725,6 @@ CASES["counts in Python"] = case_of(model_of(keras.Sequential, first=Fades), DIF
 
 
 class Scaled(layers.Dense):
-    """Has a variable that the step sets."""
-
     def build(self, shape):
         super().build(shape)
         self.scale = self.add_weight(shape=(), initializer="ones", trainable=False, name="scale")

@@ -177,10 +177,6 @@ def normal(rows, *shape):
     return generated().normal(size=(rows, *shape)).astype(keras.config.floatx())
 
 
-def normalized(x, axis=-1):
-    return x / ops.sqrt(ops.sum(ops.square(x), axis=axis, keepdims=True))
-
-
 class OfObjective(OwnStep):
     """Trains layers by a function of targets and predictions."""
 
@@ -196,8 +192,6 @@ class OfObjective(OwnStep):
 
 
 class Tracks(OfObjective):
-    """Has metrics of its own: of the loss, and of samples."""
-
     def make(self):
         super().make()
         self.loss_weight = keras.metrics.Mean(name="loss_weight")
@@ -214,8 +208,6 @@ class Tracks(OfObjective):
 
 
 class AddsLosses(OfObjective):
-    """Adds what layers have added."""
-
     def loss_of(self, x, y):
         return super().loss_of(x, y) + sum(self.losses)
 
@@ -266,8 +258,6 @@ class FewArguments(OfObjective):
 
 
 class WeighsSamples(keras.Sequential):
-    """Computes sample weights in its step."""
-
     divides_by = staticmethod(lambda weights: 1.0)
 
     def train_step(self, *args):
@@ -277,8 +267,6 @@ class WeighsSamples(keras.Sequential):
 
 
 class AppliesAnInner(OfObjective):
-    """Applies the optimizer of a model inside it, too."""
-
     def make(self):
         super().make()
         self.inner = dense_model()
@@ -314,11 +302,6 @@ def focal(y, z):
     label, probability = ops.cast(y > 0.7, y.dtype), ops.sigmoid(z)
     values = ops.square(label - probability) * (ops.softplus(z) - label * z)
     return ops.sum(values) / ops.maximum(ops.sum(label), 1.0)
-
-
-def focal_and_objectness(y, z):
-    """Boxes are divided by the positives, and objectness by all anchors."""
-    return focal(y, z) + 0.5 * ops.mean(ops.softplus(z))
 
 
 def some_positives(rows):
@@ -403,30 +386,6 @@ class CTC(OwnStep):
         return ops.mean(keras.losses.CTC(reduction=None)(y, self.net(x)))
 
 
-class RandomField(OwnStep):
-    """A conditional random field: the partition function goes along the sequence."""
-
-    @staticmethod
-    def data(rows):
-        labels = generated().integers(0, 3, size=(rows, 5)).astype("int32")
-        return normal(rows, 5, 4), labels
-
-    def make(self):
-        self.net = keras.Sequential([keras.Input((5, 4)), layers.Dense(3)])
-        self.moves = self.add_weight(shape=(3, 3), initializer="glorot_uniform", name="moves")
-
-    def loss_of(self, x, y):
-        scores, moves = self.net(x), ops.convert_to_tensor(self.moves)
-        one_hot = ops.one_hot(y, 3, dtype=scores.dtype)
-        path = ops.sum(scores * one_hot, (1, 2))
-        path += ops.sum(ops.matmul(one_hot[:, :-1], moves) * one_hot[:, 1:], (1, 2))
-        partition = scores[:, 0]
-        for place in range(1, 5):
-            by_move = partition[:, :, None] + moves[None] + scores[:, place][:, None]
-            partition = ops.logsumexp(by_move, axis=1)
-        return ops.mean(ops.logsumexp(partition, axis=1) - path)
-
-
 def distilled(model, x, y):
     """A student learns from a frozen teacher, at its own temperature in each batch."""
     expected = model.teacher(x)
@@ -455,7 +414,6 @@ def adversarial(model, x, y):
 
 
 def forward_mode(model, x, y):
-    """Takes the derivative along a direction."""
     with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as forward:
         score = model.net(x)
     slope = forward.jvp(score)
@@ -514,23 +472,6 @@ class Sharpness(OwnStep):
         return {"own": loss}
 
 
-class BYOL(OwnStep):
-    """Predicts what a target network gives, which the step assigns (2006.07733)."""
-
-    def make(self):
-        self.online, self.predictor = mlp(4, 5), mlp(5, 5)
-        self.target = mlp(4, 5, trainable=False)
-
-    def loss_of(self, x, y):
-        target = normalized(self.target(ops.flip(x, 1)))
-        predicted = normalized(self.predictor(self.online(x)))
-        return ops.mean(2.0 - 2.0 * ops.sum(target * predicted, -1))
-
-    def after_update(self, x, y):
-        for slow, weight in zip(self.target.variables, self.online.variables):
-            slow.assign(0.9 * slow + 0.1 * weight)
-
-
 class NormalizesTwice(OwnStep):
     """Calls its first layer on two things."""
 
@@ -559,22 +500,6 @@ class Multiplier(OwnStep):
 
     def after_update(self, x, y):
         self.price.assign_add(0.5 * ops.mean(self.net(x)))
-
-
-class Mixture(OwnStep):
-    """Of experts, whose load is balanced by a product of means over samples (2101.03961)."""
-
-    def make(self):
-        self.gate, self.experts = layers.Dense(2), [layers.Dense(2), layers.Dense(2)]
-        for part in (self.gate, *self.experts):
-            part.build((None, 4))
-
-    def loss_of(self, x, y):
-        shares = ops.softmax(self.gate(x))
-        z = sum(shares[:, i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
-        chosen = ops.one_hot(ops.argmax(shares, -1), 2, dtype=shares.dtype)
-        balance = 2.0 * ops.sum(ops.mean(chosen, 0) * ops.mean(shares, 0))
-        return ops.mean(ops.square(z - y)) + 0.1 * balance
 
 
 class Critic(OwnStep):
@@ -630,8 +555,6 @@ class AppliesTwice(OwnStep):
 
 
 class AppliesNone(OwnStep):
-    """Moves its weights by itself."""
-
     def update(self, gradients, variables):
         for variable, gradient in zip(variables, gradients):
             variable.assign(variable - 0.1 * gradient)
@@ -834,19 +757,16 @@ CASES = {
     "Barlow twins": step(BarlowTwins, True),
     "distillation": own(True, make=with_a_teacher, loss_of=distilled),
     "mixup": own(True, loss_of=mixed_up),
-    "mixture of experts": step(Mixture, True),
     "detector": by(
         focal,
         learning_rate=0.02,
         data=some_positives,
         expects={"across": Warns(f"Updates so far|{TRIED}")},
     ),
-    "detector of two terms": by(focal_and_objectness, True, 0.02, some_positives),
     "masked language model": step(MaskedLanguageModel),
     # TensorFlow computes it in float32.
     "CTC": step(CTC, learning_rate=0.003, precision="float32"),
     "sequences": step(Sequences, True),
-    "random field": step(RandomField),
     "a sum beside one that a layer adds": step(adding(ops.sum), learning_rate=0.005),
     "a sum beside a mean that a layer adds": step(adding(ops.mean), True, 0.005),
     "adversarial": own(loss_of=adversarial),
@@ -856,7 +776,6 @@ CASES = {
     ),
     "gradients clipped by norm": step(of(masked_by_predictions, changed=clipped_by_norm), True),
     "sharpness": step(Sharpness, True),
-    "BYOL": step(BYOL, True),
     "normalizes twice": step(
         NormalizesTwice, expects={"within": models.AVERAGES}, settings=("split",)
     ),
@@ -944,8 +863,7 @@ elif BACKEND == "tensorflow":
 LEFT_OUT = {
     "contrastive": {},
     "masked language model": {},
-    "mixture of experts": {},
-    "BYOL": {"within": Warns(TRIED)},
+    "multiplier": {"within": Warns(TRIED)},
     "GAN": {"within": Warns(TRIED)},
     "Wasserstein GAN": {"within": Refused("applies the same optimizer twice")},
 }

@@ -250,8 +250,6 @@ class CountsUpdates(AccumulatingModel, keras.Sequential):
 
 
 class Notes(keras.callbacks.Callback):
-    """Notes what happens, and the weights after updates."""
-
     def __init__(self):
         super().__init__()
         self.events, self.weights = [], []
@@ -295,39 +293,6 @@ def test_batches_of_a_window_log_what_it_has_so_far():
         model.reset_metrics()  # up to Keras 3.14, `train_on_batch` does not
         found.append(model.train_on_batch(x[end - 4 : end], y[end - 4 : end]))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-
-
-class Branches(AccumulatingModel, keras.Model):
-    """Has a layer that is called for batches in which a sample asks for it."""
-
-    def __init__(self):
-        super().__init__()
-        self.of_all, self.of_some = layers.Dense(1), layers.Dense(1)
-
-    def call(self, x):
-        asks = ops.cast(x[:, :1] > 0, x.dtype)
-        if bool(ops.any(asks)):
-            return self.of_all(x) + asks * self.of_some(x)
-        return self.of_all(x)
-
-
-@pytest.mark.skipif(BACKEND == "jax", reason="branches by values run eagerly")
-@pytest.mark.parametrize("skips", [False, True])
-def test_a_heavier_microbatch_without_a_gradient_of_a_variable_matches(skips):
-    x, y = dense_data(12)
-    x[:, 0] = np.where(np.arange(12) < 4, 1.0, -1.0)
-    weights = []
-    for places in ([0, 12], [0, 4, 12]):
-        model = seeded(Branches)
-        model(x)
-        model.compile("sgd", "mse", run_eagerly=True)
-        model.accumulation_steps, model.skip_nonfinite = len(places) - 1, skips
-        before = model.get_weights()
-        for begin, end in itertools.pairwise(places):
-            model.train_on_batch(x[begin:end], y[begin:end])
-        weights.append(model.get_weights())
-    assert_changed(weights[0], before)
-    assert relative_difference(weights[1], weights[0], before) <= LIMIT
 
 
 # Half precision, and microbatches that are not finite.
@@ -549,7 +514,6 @@ def test_files_open_without_this_package_and_on_each_backend(tmp_path):
 
 
 def clone(model):
-    """Return a clone, which has neither the weights nor the compilation."""
     cloned = keras.models.clone_model(model)
     cloned.set_weights(model.get_weights())
     cloned.compile(**arguments())
@@ -861,8 +825,6 @@ def test_a_mean_is_tried_in_one_way_and_not_noted_while_it_trains(monkeypatch):
 
 
 class Drops(OfObjective):
-    """Has layers that draw."""
-
     def __init__(self, *more):
         drawing = [layers.Dropout(0.3, seed=1), layers.GaussianNoise(0.1, seed=2)]
         super().__init__(losses.mean, [keras.Input((4,)), dense_model(), *drawing, layers.Dense(2)])
@@ -880,8 +842,6 @@ def test_trying_leaves_no_trace():
 
 
 class DropsByTorch(layers.Layer):
-    """Draws by PyTorch itself."""
-
     def call(self, x, training=False):
         return torch.nn.functional.dropout(x, 0.5, training=bool(training))
 
@@ -963,8 +923,6 @@ def weights_after(batches, make, **settings):
 
 
 class OfNames(keras.Model):
-    """Treats its input by the name that it has in a dictionary."""
-
     def __init__(self):
         super().__init__()
         self.head = keras.layers.Dense(2)

@@ -107,7 +107,7 @@ if BACKEND == "torch":  # TensorFlow updates in the same graph, and cannot go ba
     REPEATED.append({"loss_over": "batch"})
 
 
-@(pytest.mark.gate_every_case if BACKEND == "torch" else pytest.mark.gate)
+@(pytest.mark.every_case if BACKEND == "torch" else pytest.mark.gate)
 @pytest.mark.parametrize("settings", REPEATED, ids=str)
 def test_a_batch_that_does_not_fit_is_repeated_in_smaller_microbatches(settings, monkeypatch):
     """It failed after one of its microbatches, in windows of several batches in the last of one."""

@@ -6,7 +6,7 @@ from calls_alone import ALONE, FUNCTIONS, LOSSES, ROWS, SPLIT, adding, own, trie
 from helpers import assert_equal, values_of
 from keras import layers, ops
 
-from ga_model.core.proof.calls import KNOWN
+from ga_model.core.proof.calls import KNOWN, TOTAL, kinds_of
 
 pytestmark = pytest.mark.every_case
 
@@ -82,3 +82,25 @@ def test_samples_of_a_batch_are_tried_up_to_their_rounding(function, is_split):
     assert tried(own(function), ones(4))[0] is None
     reason, _ = tried(own(function), ones(4), known=samples)
     assert (reason is None) == is_split
+
+
+KINDS = {
+    "rows": (lambda x: x * 2 + 1, "rows"),
+    "masked": (lambda x: np.where(x > 0, x, -np.inf), "rows"),
+    "alike": (lambda x: np.ones_like(x), "alike"),
+    "zero": (lambda x: (x * 0).sum(0), "zero"),
+    "sum": (lambda x: x.sum(0), "sum"),
+    "mean": (lambda x: x.mean(0), "mean"),
+    "maximum": (lambda x: x.max(0), None),
+    "centered": (lambda x: x - 0.01 * x.mean(0, keepdims=True), None),
+    "one entry": (lambda x: np.where(np.arange(x.shape[1]) == 1, x + x.sum(0), x), None),
+    "not a number": (lambda x: x * np.nan, None),
+}
+
+
+@pytest.mark.parametrize("width", [7, 10_000])
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_are_found_alike_in_small_arrays_and_in_large_ones_which_are_folded(name, width):
+    function, kind = KINDS[name]
+    x = np.random.default_rng(0).normal(size=(TOTAL, width)).astype("float32")
+    assert kinds_of(lambda begin, end: [function(x[begin:end])]) == [kind]

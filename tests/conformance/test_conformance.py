@@ -81,6 +81,7 @@ FIRST = {*FIRST_SETTING} | named(
     eager; mixed_float16: scales that overflow;
     compiled by XLA; several steps per execution;
     mean_with_sample_weight, masked, weights: positions; class weights, sum_over_batch_size;
+    a layer on demand, windows; a layer on demand, windows that may be left out;
     ignored class; own compute_loss: with a rule; logs: weighted metrics of a mask;
     own train_step: compute_loss; own train_step: sum"""
 )
@@ -92,6 +93,7 @@ ONE_DEVICE = {
         ("own ", "nested", "empty", "an empty", "microbatches of NaN"),
         "what is computed without Keras has to be divided by the replicas",
     ),
+    "a layer on demand": "only some replicas would call it",
     "a layer that": "replicas add losses of their own samples",
     "mixed_bfloat16: calls inside": "replicas combine their own samples",
     "mixed_float16: calls inside": "replicas combine their own samples",

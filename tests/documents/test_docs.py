@@ -23,9 +23,6 @@ PAGES = sorted(
 )
 
 
-pytestmark = pytest.mark.gate_every_case
-
-
 def run(tmp_path, blocks, names=None):
     path = tmp_path / "example.py"  # a file, because TensorFlow reads the source of functions
     path.write_text("\n".join(blocks))
@@ -84,6 +81,7 @@ RESULTS = {
 
 
 @pytest.mark.gate
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_pages_examples_run(name, tmp_path, capsys):
     expression, value = RESULTS[name]
@@ -104,6 +102,7 @@ def test_every_page_with_examples_is_run():
     assert with_examples == set(RESULTS)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", ga_model.__all__)
 def test_the_docstrings_examples_run(name, tmp_path, capsys):
     blocks = python_blocks(inspect.getdoc(getattr(ga_model, name)))
@@ -148,6 +147,7 @@ def test_every_message_that_is_explained_is_one_of_the_packages():
         assert any(message in text for text in said), message
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", *PAGES])
 def test_files_that_are_linked_are_there(name):
     page = ROOT / name

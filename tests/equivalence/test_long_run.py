@@ -15,7 +15,6 @@ pytestmark = pytest.mark.gate
 
 
 def schedule_of(number):
-    """Return a schedule by update."""
     tenth = number // 10
     return {0: 1, tenth: 3, 3 * tenth: 2, 6 * tenth: 4, 9 * tenth: 1}
 

@@ -28,64 +28,48 @@ one_device = pytest.mark.one_device(
 )
 
 
-class LooksUp(layers.Layer):
-    """Looks up what a function makes of its input."""
-
-    def __init__(self, ids_of):
-        super().__init__()
-        self.ids_of, self.table = ids_of, layers.Embedding(300, 3)
-
-    def call(self, tokens):
-        return self.table(self.ids_of(tokens))
-
-
-def with_static_length(tokens):
-    return ops.arange(LENGTH)
-
-
-def with_an_axis_for_the_samples(tokens):
-    return ops.expand_dims(ops.arange(LENGTH), 0)
-
-
-def with_dynamic_length(tokens):
+def positions(tokens):
     return ops.arange(ops.shape(tokens)[1])
 
 
 def buckets(tokens):
     """The distances of all pairs of positions, at most 2."""
-    positions = with_dynamic_length(tokens)
-    return ops.clip(positions[:, None] - positions[None, :], -2, 2) + 2
+    distances = positions(tokens)[:, None] - positions(tokens)[None, :]
+    return ops.clip(distances, -2, 2) + 2
 
 
-def for_each_sample(tokens):
-    return ops.broadcast_to(ops.arange(LENGTH), ops.shape(tokens))
+KINDS = {  # what is looked up
+    "positions of a known length": lambda tokens: ops.arange(LENGTH),
+    "positions": positions,
+    "with an axis for the samples": lambda tokens: ops.expand_dims(ops.arange(LENGTH), 0),
+    "buckets": buckets,
+    "for each sample": lambda tokens: ops.broadcast_to(ops.arange(LENGTH), ops.shape(tokens)),
+    "segments": ops.zeros_like,
+}
 
 
-def segments(tokens):
-    return ops.zeros_like(tokens)
+class LooksUp(layers.Layer):
+    def __init__(self, kind):
+        super().__init__()
+        self.ids_of, self.table = KINDS[kind], layers.Embedding(300, 3)
+
+    def call(self, tokens):
+        return self.table(self.ids_of(tokens))
 
 
 def tokens_and(*kinds, length=LENGTH, pools=True):
     """Sum the embeddings of tokens and of what each of `kinds` makes of them."""
     tokens = keras.Input((length,), dtype="int32")
     x = layers.Embedding(300, 3)(tokens)
-    for ids_of in kinds:
-        others = LooksUp(ids_of)(tokens)
-        x = x + (ops.sum(others, 1) if ids_of is buckets else others)
+    for kind in kinds:
+        others = LooksUp(kind)(tokens)
+        x = x + (ops.sum(others, 1) if kind == "buckets" else others)
     x = layers.Dense(3, activation="tanh")(x)
     return keras.Model(tokens, layers.Dense(2)(ops.mean(x, 1) if pools else x))
 
 
-KINDS = [
-    with_static_length,
-    with_dynamic_length,
-    with_an_axis_for_the_samples,
-    buckets,
-    for_each_sample,
-    segments,
-]
 of_all_kinds = functools.partial(tokens_and, *KINDS)
-of_positions = functools.partial(tokens_and, with_static_length)
+of_positions = functools.partial(tokens_and, "positions of a known length")
 
 
 def token_data(rows):
@@ -95,14 +79,15 @@ def token_data(rows):
     return tokens, dense_data(rows)[1]
 
 
-OPTIMIZERS = {
-    "adam": lambda: keras.optimizers.Adam(0.01),
-    "clipped": lambda: keras.optimizers.SGD(0.5, clipnorm=0.05),
-}
+def adam(**arguments):
+    return {"optimizer": keras.optimizers.Adam(0.01), "loss": "mse", **arguments}
 
 
-def compiled_with(optimizer="adam", **kwargs):
-    return lambda: {"optimizer": OPTIMIZERS[optimizer](), "loss": "mse", **kwargs}
+eagerly = functools.partial(adam, run_eagerly=True)
+
+
+def clipped():
+    return {"optimizer": keras.optimizers.SGD(0.5, clipnorm=0.05), "loss": "mse"}
 
 
 WINDOWS, BOTH = {"rows": 4, "steps": 3}, {"rows": 6, "steps": 2, "size": 5}
@@ -110,22 +95,20 @@ WINDOWS, BOTH = {"rows": 4, "steps": 3}, {"rows": 6, "steps": 2, "size": 5}
 
 @one_device
 @pytest.mark.parametrize(
-    ("make", "arguments", "settings"),
+    ("make", "compile_args", "settings"),
     [
-        (functools.partial(of_all_kinds, length=None), {}, BOTH),
-        (of_positions, {"optimizer": "clipped"}, {"rows": 12, "steps": 1, "size": 5}),
-        (of_positions, {}, WINDOWS),
-        (of_positions, {}, {**BOTH, "loss_over": "batch"}),
-        (of_positions, {"jit_compile": True}, BOTH),
-        *(
-            (functools.partial(tokens_and, ids_of), {"run_eagerly": True}, WINDOWS)
-            for ids_of in (with_an_axis_for_the_samples, segments)
-        ),
+        (functools.partial(of_all_kinds, length=None), adam, BOTH),
+        (of_positions, clipped, {"rows": 12, "steps": 1, "size": 5}),
+        (of_positions, adam, WINDOWS),
+        (of_positions, adam, {**BOTH, "loss_over": "batch"}),
+        (of_positions, functools.partial(adam, jit_compile=True), BOTH),
+        (functools.partial(tokens_and, "with an axis for the samples"), eagerly, WINDOWS),
+        (functools.partial(tokens_and, "segments"), eagerly, WINDOWS),
     ],
 )
-def test_what_no_sample_looks_up_matches_the_full_batch(make, arguments, settings, float64):
+def test_what_no_sample_looks_up_matches_the_full_batch(make, compile_args, settings, float64):
     """The last window is partial."""
-    difference = difference_of_fits(make, compiled_with(**arguments), token_data(34), **settings)
+    difference = difference_of_fits(make, compile_args, token_data(34), **settings)
     assert difference <= TOLERANCE[float64]
 
 
@@ -133,7 +116,7 @@ def test_what_no_sample_looks_up_matches_the_full_batch(make, arguments, setting
 @pytest.mark.parametrize("size", [LENGTH, 1])
 def test_a_number_of_samples_that_the_graph_knows_is_told_from_a_length(size, float64):
     data, rows = token_data(2 * LENGTH), 2 * LENGTH
-    difference = difference_of_fits(of_all_kinds, compiled_with(), data, rows=rows, size=size)
+    difference = difference_of_fits(of_all_kinds, adam, data, rows=rows, size=size)
     assert difference <= TOLERANCE[float64]
 
 
@@ -144,7 +127,7 @@ def test_batches_of_a_window_may_have_different_lengths(float64):
     targets = [generator.normal(size=(4, n, 2)) for n in (3, 6, 4)]
 
     def make():
-        return tokens_and(with_dynamic_length, length=None, pools=False)
+        return tokens_and("positions", length=None, pools=False)
 
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
     model, reference = accumulate(seeded(make), accumulation_steps=3), seeded(make)
@@ -169,7 +152,7 @@ def test_replicas_have_the_rows_of_plain_keras(float64):
     for size in (2, None):
         with scope(2):
             model = accumulate(seeded(of_positions), microbatch_size=size)
-            model.compile(**compiled_with()())
+            model.compile(**adam())
         start = model.get_weights()
         model.fit(*token_data(12), batch_size=12, epochs=2, shuffle=False, verbose=0)
         trained.append(model.get_weights())

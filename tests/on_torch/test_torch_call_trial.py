@@ -12,8 +12,6 @@ from ga_model.core.proof.noted import Draws
 
 
 class OfTorch(layers.Layer):
-    """Draws by PyTorch itself."""
-
     def call(self, x, training=None):
         return torch.nn.functional.dropout(x, 0.5, training=bool(training)) + torch.randn_like(x)
 

@@ -336,7 +336,6 @@ def measured_reference(size):
 
 
 def everything(rank, size):
-    """Return what a process trained, by the name of the case."""
     results = {name: fitted(name, rank, size) for name in CASES}
     results |= {f"loop, {name}": looped(rank, size, name) for name in ("mean", "sum")}
     results["train_on_batch"] = train_on_batches(rank, size)
