@@ -23,6 +23,7 @@ from ga_model.core.models import is_of_keras, optimizers_in
 from ga_model.core.modes import Mode, NeedsTotalsError, Numbers, Structure
 from ga_model.core.proof.own_code import has_code_of_user
 from ga_model.core.proof.runner import Step
+from ga_model.core.proof.trial import assumed_of
 from ga_model.core.steps import Steps
 from ga_model.core.updates import Counters, Updates, count
 from ga_model.core.weights_watch import WeightsWatch
@@ -195,12 +196,15 @@ class Driver(ModelState):
         updates_alone = updates_alone and batch.is_split
         rows = size or batch.rows
         known = None
-        if self._needs_trial() and not (sees_full_batch and is_trial):
+        if self._needs_trial():
             is_single_microbatch = not self.accumulates() and (
                 sees_full_batch or not batch.is_split
             )
             step = Step(model, self.backend, self.has_own_step, updates_alone, is_single_microbatch)
-            known = self._findings.of(step, data, rows, self.window)
+            if sees_full_batch and is_trial:  # which shows only whether there is memory
+                known = Known(step, assumed_of(step.is_own)._replace(differences=()))
+            else:
+                known = self._findings.of(step, data, rows, self.window)
             is_unseen = updates_alone and known.is_unseen and not is_trial
             if is_unseen and self.settings.loss_over == "auto" and self.backend.trains_alone:
                 return self.updates.whole(rows, data)  # exact for any step

@@ -74,7 +74,14 @@ def test_a_terminal_shows_what_is_tried(capsys, monkeypatch):
     assert "trying 1 sample per microbatch ..." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("settings", [{"accumulation_steps": 3}, {}, {"loss_over": "batch"}])
+def mean_of_largest(y, y_pred):
+    return ops.mean(ops.max(ops.square(y - y_pred), axis=0))
+
+
+SETTINGS = [{"accumulation_steps": 3}, {"loss": mean_of_largest}, {}, {"loss_over": "batch"}]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_training_is_that_with_the_size_as_a_number(settings):
     """The search leaves weights, averages, seeds and metrics as they were."""
     models = [compiled(Memory(5), size, **settings) for size in ("auto", 5)]
@@ -172,10 +179,6 @@ def test_a_larger_batch_is_searched_again_only_where_the_batch_was_the_limit():
     assert model.microbatch_size == 30
     model.microbatch_size = None
     assert model.microbatch_size is None
-
-
-def mean_of_largest(y, y_pred):
-    return ops.mean(ops.max(ops.square(y - y_pred), axis=0))
 
 
 @pytest.mark.gate
