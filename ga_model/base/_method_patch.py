@@ -60,6 +60,8 @@ class MethodPatch:
                 self._shadowed[id(owner)] = count - 1, before
             elif before is not None:
                 _put(owner, self._name, before)
+            elif isinstance(owner, type):
+                delattr(owner, self._name)
             else:
                 vars(owner).pop(self._name, None)
 

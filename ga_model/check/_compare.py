@@ -26,6 +26,7 @@ from ga_model.check._randomness import Randomness, shared_randomness
 from ga_model.core.batch import samples_between
 from ga_model.core.models import optimizers_in
 from ga_model.core.proof.windows import rounded
+from ga_model.core.snapshots import OtherVariables
 from ga_model.core.user_code import others_of_user
 from ga_model.tools._difference import change, relative_differences
 
@@ -116,7 +117,8 @@ def compare(model: keras.Model, plan: Plan) -> EquivalenceReport:
     ):
         state = _State(model)
         try:
-            return _train_and_compare(model, plan, state, randomness, reported)
+            with state.others.recording():
+                return _train_and_compare(model, plan, state, randomness, reported)
         finally:
             state.restore()
 
@@ -207,6 +209,7 @@ class _State:
     Attributes:
         compared: pairs of path and variable, for weights and optimizer variables.
         values: the values of these variables at the start.
+        others: variables of user code.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -220,6 +223,7 @@ class _State:
         others = [v for v in (*model.variables, *model.metrics_variables) if id(v) not in compared]
         self._start = [(v, value) for (_, v), value in zip(self.compared, self.values)]
         self._start += [(v, _value_of(v)) for v in unique(others)]
+        self.others = OtherVariables(model, Backend(model))
         if keras.backend.backend() == "tensorflow":
             from ga_model.backends.tensorflow.state import other_variables
 
@@ -232,6 +236,7 @@ class _State:
     def restore(self) -> None:
         for variable, value in self._start:
             variable.assign(value)
+        self.others.restore()
         if keras.backend.backend() == "tensorflow":
             self._other_variables.restore()
         attributes = vars(self._model)

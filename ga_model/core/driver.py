@@ -24,8 +24,10 @@ from ga_model.core.modes import Mode, NeedsTotalsError, Numbers, Structure
 from ga_model.core.proof.own_code import has_code_of_user
 from ga_model.core.proof.runner import Step
 from ga_model.core.proof.trial import assumed_of
+from ga_model.core.snapshots import OtherVariables
 from ga_model.core.steps import Steps
 from ga_model.core.updates import Counters, Updates, count
+from ga_model.core.user_code import has_loss_of_user
 from ga_model.core.weights_watch import WeightsWatch
 from ga_model.core.window import Window
 
@@ -160,7 +162,8 @@ class Driver(ModelState):
 
         def run(size: int) -> None:
             found_size.size, self.window = size, None
-            with self.backend.restoring(self.has_own_step):
+            others = OtherVariables(self._model, self.backend)
+            with others.recording(), self.backend.restoring(self.has_own_step):
                 takes_all = self.takes_full_batch()
                 trial_data = (
                     data
@@ -222,8 +225,9 @@ class Driver(ModelState):
         if self.has_own_step:
             return True
         if self._has_own_code is None:
-            is_own_loss = not is_of_keras(self._model, "compute_loss")
-            self._has_own_code = is_own_loss or has_code_of_user(self._model, self.backend)
+            model = self._model
+            is_own_loss = not is_of_keras(model, "compute_loss") or has_loss_of_user(model)
+            self._has_own_code = is_own_loss or has_code_of_user(model, self.backend)
         return not self._model._overrides_microbatch_weight() and (
             self._has_own_code or self._has_own_loss
         )

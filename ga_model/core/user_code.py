@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -9,6 +10,7 @@ import keras
 from ga_model.base._identity import unique
 from ga_model.base._internals import arguments_of_loss, is_along_samples, layers_in
 from ga_model.base._python_state import leaves_in
+from ga_model.base._types import Tensor
 from ga_model.core.models import instances_in
 
 _COMPARING = {"dice", "tversky", "circle"}  # losses that return one number for all samples
@@ -20,13 +22,20 @@ def _name_of(function: Any) -> str | None:
     return name if getattr(keras.losses, name, None) is function else None
 
 
-def is_by_sample(loss: keras.losses.Loss) -> bool:
-    """Return whether a loss is a Keras loss that treats each sample separately."""
-    loss_class, function = type(loss), getattr(loss, "fn", None)
-    name = loss_class.__name__ if function is None else _name_of(function)
-    is_of_keras = loss_class.__module__.startswith("keras.") and name is not None
+def has_loss_of_user(model: keras.Model) -> bool:
+    """Return whether a compiled loss is custom, or does not treat each sample separately."""
+    losses = [loss for loss in keras.tree.flatten(model.loss) if loss is not None]
+    return not all(is_by_sample(keras.losses.get(loss)) for loss in losses)
+
+
+def is_by_sample(loss: keras.losses.Loss | Callable[..., Tensor]) -> bool:
+    """Return whether a loss is one of Keras that treats each sample separately."""
+    is_loss = isinstance(loss, keras.losses.Loss)
+    function = getattr(loss, "fn", None) if is_loss else loss
+    name = type(loss).__name__ if function is None else _name_of(function)
+    is_of_keras = not is_loss or type(loss).__module__.startswith("keras.")
     is_over_samples = arguments_of_loss(loss).get("axis", -1) not in (None, -1)
-    return is_of_keras and name not in _COMPARING and not is_over_samples
+    return is_of_keras and name not in (None, *_COMPARING) and not is_over_samples
 
 
 def parts_of(metric: keras.Metric) -> list[keras.Metric]:

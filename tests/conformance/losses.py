@@ -7,7 +7,7 @@ import itertools
 import keras
 import numpy as np
 import zoo
-from case import TRIED, USUAL, Case, FallsShort, Refused, Warns, sgd
+from case import BACKEND, TRIED, USUAL, Case, FallsShort, Refused, Warns, sgd
 from helpers import dense_data, dense_model, ruled
 from keras import layers, ops
 
@@ -388,6 +388,20 @@ class SumOfMeans(keras.losses.Loss):
         return mean(y_true, y_pred)
 
 
+class DividesByItsAverage(keras.losses.Loss):
+    """Values, divided by a moving average of them that it keeps. On JAX that stays as it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = keras.Variable(1.0, trainable=False)
+
+    def call(self, y_true, y_pred):
+        values = per_sample(y_true, y_pred)
+        latest = ops.cast(ops.mean(ops.stop_gradient(values)), self.average.dtype)
+        self.average.assign(0.9 * self.average + 0.1 * latest)
+        return values / ops.cast(self.average, values.dtype)
+
+
 class Calls(keras.losses.MeanSquaredError):
     """Has a `__call__` of its own: a function of Keras's, and of what it is given."""
 
@@ -488,6 +502,9 @@ CASES |= {
     "own loss: masked mean of one at least": own(masked_mean(at_least(1.0)), 0.02),
     "own loss: of batches of four": own(by_four, samples=24, settings=("windows",)),
     "own loss: a sum of means": own((lambda: SumOfMeans(reduction="sum"),)),
+    "own loss: divides by its moving average": own(
+        (DividesByItsAverage,), expects={} if BACKEND == "jax" else {"across": Warns(TRIED)}
+    ),
     **{
         f"own loss: passes on to Keras, {reduction}": calls(
             lambda k, *given: 3 * k(*given),

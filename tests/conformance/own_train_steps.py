@@ -270,7 +270,7 @@ class AppliesAnInner(OfObjective):
     def make(self):
         super().make()
         self.inner = dense_model()
-        self.inner.compile(keras.optimizers.SGD(0.01, name="inner"))
+        self.inner.compile(keras.optimizers.SGD(0.01, momentum=0.9, name="inner"))
 
     def changed(self, gradients):
         self.inner.optimizer.apply(gradients, self.trainable_variables)
@@ -858,6 +858,8 @@ elif BACKEND == "tensorflow":
             expects=expects,
             settings=("split", "recomputed"),
         )
+if BACKEND == "torch":
+    CASES["an optimizer of a model inside"] = of_mean(AppliesAnInner, expects=COMPARES)
 
 # Whether a batch is left out is known at its end, and so are all its updates made there.
 LEFT_OUT = {

@@ -13,7 +13,16 @@ import own_train_steps
 import pytest
 import zoo
 from case import BACKEND
-from helpers import assert_equal, dense_data, in_the_sweep, ruled, run_python, seeded, state_of
+from helpers import (
+    assert_equal,
+    dense_data,
+    dense_model,
+    in_the_sweep,
+    ruled,
+    run_python,
+    seeded,
+    state_of,
+)
 from keras import layers, ops
 
 from ga_model import AccumulatingModel, EquivalenceReport, accumulate, check_equivalence
@@ -96,6 +105,14 @@ def test_dropout_is_shared_and_everything_is_left_as_it_was():
     for each in (model, undisturbed):
         each.fit(*dense_data(24), batch_size=6, shuffle=False, verbose=0)
     assert_equal(state_of(model), state_of(undisturbed))
+
+
+@pytest.mark.gate
+def test_a_variable_of_a_loss_is_restored_after_each_training():
+    model, loss = seeded(dense_model), losses.DividesByItsAverage()
+    model.compile("sgd", loss)
+    assert check_equivalence(model, *dense_data(24), batch_size=12, microbatch_size=4).equivalent
+    assert float(loss.average) == 1.0
 
 
 def test_a_model_that_is_not_built_is_trained_as_if_it_had_not_been_checked():

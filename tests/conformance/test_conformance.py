@@ -83,7 +83,8 @@ FIRST = {*FIRST_SETTING} | named(
     mean_with_sample_weight, masked, weights: positions; class weights, sum_over_batch_size;
     a layer on demand, windows; a layer on demand, windows that may be left out;
     ignored class; own compute_loss: with a rule; logs: weighted metrics of a mask;
-    own train_step: compute_loss; own train_step: sum"""
+    own train_step: compute_loss; own train_step: sum;
+    own loss: divides by its moving average"""
 )
 
 

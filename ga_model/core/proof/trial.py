@@ -15,6 +15,7 @@ from keras import ops
 from ga_model.base._internals import forgetting_losses
 from ga_model.base._types import Nest, Tensor
 from ga_model.core.backend import Backend
+from ga_model.core.backend_types import States
 from ga_model.core.batch import num_rows
 from ga_model.core.losses import Kinds
 from ga_model.core.proof.judge import Judge
@@ -24,6 +25,7 @@ from ga_model.core.proof.verdict import Difference, Verdict
 from ga_model.core.proof.weighing import Weighing
 from ga_model.core.proof.windows import Cuts, Window, windows
 from ga_model.core.recorder import CannotAccumulateError
+from ga_model.core.snapshots import OtherVariables
 
 
 def _cuts(backend: Backend, rows: int) -> Cuts:
@@ -141,8 +143,9 @@ def _trying(step: Step) -> Iterator[Callable[[], None]]:
 
     Yields a function that restores the Python state (everything that is not in a variable).
     """
-    state = step.backend.state()
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
+    others = OtherVariables(step.model, step.backend)
+    state = States(step.backend.state(), others)
+    with others.recording(), warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         try:
             yield state.restore
