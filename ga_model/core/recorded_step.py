@@ -96,7 +96,7 @@ class RecordedStep:
             )
             sums = sums._replace(squares=tuple(squares))
         if mode.skips:
-            is_finite, sums = _skipped(sums)
+            is_finite, sums = _skipped(sums, position.unit)
             for variable, value in zip(state, before):
                 variable.assign(_numbers.where(is_finite, copy_of(variable), value))
         return sums
@@ -299,15 +299,17 @@ def _with_unit(gradient: Gradient, total: Scalar | None, unit: Scalar) -> Gradie
     return gradient._replace(values=values, unit=unit)
 
 
-def _skipped(sums: Sums) -> tuple[Scalar, Sums]:
-    """Return whether all gradients of a microbatch are finite, and its sums, zero if not."""
+def _skipped(sums: Sums, unit: Scalar) -> tuple[Scalar, Sums]:
+    """Return whether all gradients of a microbatch are finite, and its sums.
+
+    If not, these are zero, in the unit of the window so far, which does not grow for nothing.
+    """
     values = [values_of(g) for g in sums.gradients if g is not None]
     parts = [ops.all(ops.isfinite(v)) for v in values]
     is_finite = functools.reduce(operator.and_, parts, _numbers.int32(0) == 0)
     counted = keras.tree.map_structure(
         lambda v: None if v is None else _numbers.where_or_zero(is_finite, v), sums
     )
-    unit = _numbers.where(ops.isfinite(sums.unit), sums.unit, 1.0)
-    return is_finite, counted._replace(
-        num_skipped=ops.cast(_numbers.is_not(is_finite), "int32"), unit=unit
-    )
+    num_skipped = ops.cast(_numbers.is_not(is_finite), "int32")
+    unit = _numbers.where(is_finite, sums.unit, unit)
+    return is_finite, counted._replace(num_skipped=num_skipped, unit=unit)

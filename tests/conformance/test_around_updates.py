@@ -315,6 +315,7 @@ IN_BOTH, EAGERLY = {**WINDOWS, "microbatch_size": 2}, {"run_eagerly": BACKEND !=
 BY_XLA = {"jit_compile": BACKEND != "torch"}
 LEFT_OUT = [
     (IN_BOTH, 4, 2, [0, 1, *range(6, 12)], "sum_over_batch_size", {}),
+    (WINDOWS, 4, 4, [1, 5, 7], "mean_with_sample_weight", {}),  # heavier than those before
     ({"microbatch_size": 4}, 12, 4, [0], "sum", BY_XLA),
     (WINDOWS, 4, 4, [0, 1, 2], "sum_over_batch_size", {}),
     ({"microbatch_size": 4}, 12, 4, [0, 1, 2], "sum_over_batch_size", {}),
@@ -332,6 +333,8 @@ def test_microbatches_that_are_not_finite_are_left_out(settings, rows, size, bad
     x, y = dense_data(34)
     is_bad = np.isin(np.arange(34) // size, bad)
     wrong = np.where(is_bad[:, None], np.nan, x)
+    base = 2.0 if reduction == "mean_with_sample_weight" else 1.0
+    weights = (base ** np.arange(34)).astype(PRECISION)
 
     def make():  # with a regularizer, which counts once
         head = layers.Dense(2, kernel_regularizer="l2" if reduction == "sum" else None)
@@ -346,10 +349,10 @@ def test_microbatches_that_are_not_finite_are_left_out(settings, rows, size, bad
     model = compiled(make, lambda: {**compile_args(), **run}, skip_nonfinite=True, **settings)
     start, reference = model.get_weights(), compiled(make, compile_args)
     with pytest.warns(UserWarning, match="were skipped"):
-        logs = model.fit(wrong, y, batch_size=rows, shuffle=False, verbose=0).history
+        logs = model.fit(wrong, y, rows, 1, 0, sample_weight=weights, shuffle=False).history
     windows = [part[~is_bad[part]] for part in np.split(np.arange(34), [12, 24])]
     windows = [window for window in windows if len(window)]
-    batches = ((x[window], y[window]) for window in windows)
+    batches = ((x[window], y[window], weights[window]) for window in windows)
     expected = reference.fit(batches, steps_per_epoch=len(windows), shuffle=False, verbose=0)
     assert_close(model, reference, start)
     assert int(model.optimizer.iterations) == len(windows)

@@ -78,10 +78,15 @@ def mean_of_largest(y, y_pred):
     return ops.mean(ops.max(ops.square(y - y_pred), axis=0))
 
 
-SETTINGS = [{"accumulation_steps": 3}, {"loss": mean_of_largest}, {}, {"loss_over": "batch"}]
+SETTINGS = {
+    "windows": {"accumulation_steps": 3},
+    "a loss that compares samples": {"loss": mean_of_largest},
+    "split": {},
+    "recomputed": {"loss_over": "batch"},
+}
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_training_is_that_with_the_size_as_a_number(settings):
     """The search leaves weights, averages, seeds and metrics as they were."""
     models = [compiled(Memory(5), size, **settings) for size in ("auto", 5)]
