@@ -100,9 +100,7 @@ def check_equivalence(
     ```
     """
     settings = passed(
-        accumulation_steps=accumulation_steps,
-        microbatch_size=microbatch_size,
-        loss_over=loss_over,
+        accumulation_steps=accumulation_steps, microbatch_size=microbatch_size, loss_over=loss_over
     )
     return compare(model, make_plan(model, (x, y, sample_weight), batch_size, updates, **settings))
 

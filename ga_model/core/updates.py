@@ -177,8 +177,7 @@ class Updates:
             ops.cast(flag, "int32") for flag in (has_zero_division, others.is_uneven)
         )
         return count(others, counters)._replace(
-            zero_division=counters.zero_division + zero_division,
-            uneven=counters.uneven + uneven,
+            zero_division=counters.zero_division + zero_division, uneven=counters.uneven + uneven
         )
 
     @functools.cached_property

@@ -152,11 +152,7 @@ class Sums(NamedTuple):
         """Return the entries of the first microbatch, and whether those of another differ."""
         if not self.entries or not other.entries:
             return self.entries or other.entries, self.is_uneven
-        before, after, is_uneven = (
-            self.entries,
-            other.entries,
-            self.is_uneven,
-        )
+        before, after, is_uneven = self.entries, other.entries, self.is_uneven
         for count, other_count in zip(before[1:], after[1:]):
             # Entries of a window without microbatches are zero, and never differ.
             is_uneven = is_uneven | (count * after[0] != other_count * before[0])

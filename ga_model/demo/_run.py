@@ -67,9 +67,7 @@ def load_dataset(
     return parts[0], parts[1]
 
 
-def load_digits(
-    seed: int,
-) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+def load_digits(seed: int) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Return scikit-learn's digits of 8 x 8 pixels: 1,500 for training and 297 for validation."""
     try:
         from sklearn.datasets import load_digits
@@ -85,9 +83,7 @@ def load_digits(
     return (x[:1500], y[:1500]), (x[1500:], y[1500:])
 
 
-def load_mnist(
-    seed: int,
-) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+def load_mnist(seed: int) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Return MNIST's digits of 28 x 28 pixels: 60,000 for training and 10,000 for validation."""
     try:
         (x, y), (x_validation, y_validation) = keras.datasets.mnist.load_data()

@@ -38,10 +38,7 @@ from ga_model.core.window import Amount, Sums
 
 _MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _TRIED = (tf.distribute.OneDeviceStrategy, *_MIRRORED)
-_COUNTS, _FLAGS = (
-    ("num_counted", "num_skipped", "num_news"),
-    ("has_zero_division", "is_uneven"),
-)
+_COUNTS, _FLAGS = ("num_counted", "num_skipped", "num_news"), ("has_zero_division", "is_uneven")
 
 
 class OnReplicas:

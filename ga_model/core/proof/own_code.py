@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import keras
 
-from ga_model.base._internals import (
-    layer_state,
-    layers_in,
-    loss_tracker,
-    operations_in,
-    overwrites,
-)
+from ga_model.base._internals import layer_state, layers_in, loss_tracker, operations_in, overwrites
 from ga_model.core.backend import Backend
 from ga_model.core.proof.calls import combines_samples
 from ga_model.core.statistics import is_known

@@ -148,10 +148,7 @@ class StepRunner:
             if rows < total:  # draws per batch differ between parts only
                 totals, number = whole.terms, next(self._runs)
         run = self._backend.compiled(
-            ("trial", rows, total),
-            functools.partial(self._run, rows, total),
-            GROUPS,
-            discards=True,
+            ("trial", rows, total), functools.partial(self._run, rows, total), GROUPS, discards=True
         )
         scalar_arguments = np.float32(moves_by), np.int32(begin), np.int32(number)
         data = samples_between(self._data, begin, end)
