@@ -233,7 +233,8 @@ def _folded(array: np.ndarray) -> np.ndarray:
     end = rows.shape[1] // _FOLDED * _FOLDED
     folded = rows[:, :end].reshape(len(rows), -1, _FOLDED).sum(1, "float64")
     folded[:, : rows.shape[1] - end] += rows[:, end:]
-    return folded if has_rows else folded[0]  # type: ignore[no-any-return]
+    of_first: np.ndarray = folded[0]
+    return folded if has_rows else of_first
 
 
 def _kind(runs: Sequence[np.ndarray], sizes: Sequence[int], tolerance: float) -> str | None:

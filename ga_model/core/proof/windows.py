@@ -302,4 +302,5 @@ def _rounded(runner: StepRunner, values: list[np.ndarray]) -> list[np.ndarray]:
 def rounded(value: np.ndarray, rounding: float, generator: np.random.Generator) -> np.ndarray:
     """Return an array with a relative rounding error of random sign in each entry."""
     signs = generator.choice([-1.0, 1.0], value.shape)
-    return (value.astype("float64") * (1 + rounding * signs)).astype(value.dtype)
+    moved: np.ndarray = (value.astype("float64") * (1 + rounding * signs)).astype(value.dtype)
+    return moved
