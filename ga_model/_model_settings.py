@@ -76,7 +76,7 @@ class ModelSettings:
 
     @property
     def loss_over(self) -> str:
-        """How the loss of a split batch is computed: "auto", "microbatch" or "batch".
+        """How to compute the loss of a split batch. One of "auto", "microbatch" and "batch".
 
         With "microbatch", the step runs on each microbatch, and weighted gradients are added up.
         This is exact for losses that are means or sums over samples, and takes one forward and

@@ -107,7 +107,7 @@ class EquivalenceReport(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """The verdict: "equivalent", "different" or "undecided".
+        """The verdict. One of "equivalent", "different" and "undecided".
 
         It is undecided if rounding alone, or random numbers that cannot be shared, make trainings
         differ, or if weights are not finite or do not change. Of the weights that the full batch
