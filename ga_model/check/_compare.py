@@ -221,7 +221,7 @@ class _State:
         others = [v for v in (*model.variables, *model.metrics_variables) if id(v) not in compared]
         self._start = [(v, value) for (_, v), value in zip(self.compared, self.values)]
         self._start += [(v, _value_of(v)) for v in unique(others)]
-        self.others = OtherVariables(model, Backend(model))
+        self.others = OtherVariables(model, Backend(model), [v for v, _ in self._start])
         if keras.backend.backend() == "tensorflow":
             from ga_model.backends.tensorflow.state import other_variables
 

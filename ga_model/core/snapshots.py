@@ -68,11 +68,16 @@ class OtherVariables:
     """Variables of user code that no snapshot of the model has, such as those of its losses.
 
     Eager code may write to any variable, so each value is recorded before its first assignment.
+
+    Args:
+        known: other variables that the caller restores itself.
     """
 
-    def __init__(self, model: keras.Model, backend: Backend) -> None:
-        known = state_variables(model, backend.optimizers(), with_weights=True)
-        self._known = set(map(id, known))
+    def __init__(
+        self, model: keras.Model, backend: Backend, known: Iterable[keras.Variable] = ()
+    ) -> None:
+        of_model = state_variables(model, backend.optimizers(), with_weights=True)
+        self._known = {id(variable) for variable in (*of_model, *known)}
         self._values: list[tuple[keras.Variable, Tensor]] = []
         self._classes = [] if backend.traces else [keras.Variable]
 
