@@ -179,10 +179,10 @@ a microbatch without weight is multiplied: core/window.py
 the first window of a step of one's own is not tried: core/driver.py
 -        if self.has_own_step:
 -            return True
--        if self._has_own_code
+-        model = self._model
 +        if self.has_own_step:
 +            return False
-+        if self._has_own_code
++        model = self._model
 
 what is not exact is not told: core/driver.py
 -            model._warn_once(known.warning)

@@ -224,13 +224,13 @@ class Driver(ModelState):
         """Return whether only a trial can tell if the step adds up over microbatches."""
         if self.has_own_step:
             return True
+        model = self._model
+        if model._overrides_microbatch_weight():
+            return False
         if self._has_own_code is None:
-            model = self._model
             is_own_loss = not is_of_keras(model, "compute_loss") or has_loss_of_user(model)
             self._has_own_code = is_own_loss or has_code_of_user(model, self.backend)
-        return not self._model._overrides_microbatch_weight() and (
-            self._has_own_code or self._has_own_loss
-        )
+        return self._has_own_code or self._has_own_loss
 
     def _even_size(self) -> int | None:
         """Return a microbatch size divisible by the number of devices, at least one sample each."""

@@ -10,7 +10,6 @@ from ga_model.backends.torch.process_group import num_processes, processes_of
 from ga_model.base._names import suggests_argument_names
 from ga_model.core.accumulator import Accumulator, added, check_optimizer
 from ga_model.core.backend_types import Applied
-from ga_model.core.window import Sums
 
 
 class GradientAccumulator(Accumulator):
@@ -53,6 +52,7 @@ class GradientAccumulator(Accumulator):
     _tensor_type = torch.Tensor
     _source = "what the backward pass leaves in `variable.value.grad`"
     _added = staticmethod(torch.no_grad()(added))
+    _update = torch.no_grad()(Accumulator._update)
 
     @suggests_argument_names
     def __init__(self, *, process_group: torch.distributed.ProcessGroup | None = None) -> None:
@@ -96,12 +96,3 @@ class GradientAccumulator(Accumulator):
             sums, is_end = self._processes.sum(applied, own_sums, is_end=is_last)
             self._update(optimizer, sums, self._known)
             is_end = is_end or not is_last
-
-    def _update(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        sums: Sums | None,
-        variables: list[keras.Variable],
-    ) -> None:
-        with torch.no_grad():
-            super()._update(optimizer, sums, variables)
