@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import keras
 
@@ -29,7 +30,7 @@ from ga_model.core.steps import Steps
 from ga_model.core.updates import Counters, Updates, count
 from ga_model.core.user_code import has_loss_of_user
 from ga_model.core.weights_watch import WeightsWatch
-from ga_model.core.window import Window
+from ga_model.core.window import Sums, Window
 
 
 class Driver(ModelState):
@@ -282,7 +283,7 @@ class Driver(ModelState):
                 window.keep_samples(self.backend.samples_of(data), sums.num_news)
             structure = (last_structure if is_last else first_structure) or steps.step.structure
             self._check_applied(structure, window)
-        assert sums is not None
+        sums = cast(Sums, sums)  # a batch has at least one microbatch
         if is_trial:
             self.backend.wait_for(sums)
             return None
@@ -318,9 +319,8 @@ class Driver(ModelState):
         window.discard()
         applied = [] if structure is None else structure.applied
         sums, is_end = self.backend.exchange_sums(applied, sums, noise is not None, is_end)
-        if sums is None:
+        if sums is None or structure is None:
             return is_end
-        assert structure is not None
         if noise is not None and sums.squares:
             self.updates.measure(structure, noise, sums)
         self.updates.check_scale(structure, sums)

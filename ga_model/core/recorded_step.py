@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from typing import Any
+from typing import Any, cast
 
 import keras
 from keras import ops
@@ -49,8 +49,7 @@ class RecordedStep:
     @property
     def structure(self) -> Structure:
         """Facts about the microbatch that was run or traced last."""
-        assert self.found is not None
-        return self.found
+        return cast(Structure, self.found)
 
     def record(
         self,
