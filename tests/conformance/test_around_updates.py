@@ -744,17 +744,22 @@ def test_news_of_batches_of_other_lengths_are_tried_with_what_is_alike():
     assert relative_difference(found[1], found[0], start) <= LIMIT
 
 
-def test_what_shows_nothing_new_is_tried_once(monkeypatch):
-    """Metrics count on from batch to batch, which is no news of the step."""
+class OwnDense(layers.Dense):
+    """A layer of the user's, which computes as Keras's does."""
+
+
+@pytest.mark.parametrize(("loss", "setting"), [(losses.mean, WINDOWS), ("mse", SPLIT)])
+def test_what_shows_nothing_new_is_tried_once(loss, setting, monkeypatch):
+    """Metrics count on, and losses are multiplied by weights, which is no news of the step."""
     tried = []
     for name in ("of_step", "of_microbatches"):
         original = getattr(trial, name)
         monkeypatch.setattr(
             trial, name, lambda *a, f=original: (tried.append(f.__name__), f(*a))[1]
         )
-    model = accumulate(seeded(dense_model), accumulation_steps=3)
-    model.compile("sgd", losses.mean, metrics=["mae"])
-    model.fit(*dense_data(48), batch_size=4, epochs=2, verbose=0)
+    model = accumulate(seeded(lambda: sequential((4,), OwnDense(2))), **setting)
+    model.compile("sgd", loss, metrics=["mae"])
+    model.fit(*dense_data(48), batch_size=8, epochs=2, verbose=0)
     assert tried == ["of_step"]
 
 

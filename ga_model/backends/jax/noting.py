@@ -58,7 +58,7 @@ class Noting(Noted):
 
     def _outputs(self, equation: JaxprEqn, inputs: list[jax.Array]) -> Sequence[jax.Array]:
         name, parameters = equation.primitive.name, equation.params
-        outer, self._is_unnoted = self._is_unnoted, self._is_unnoted or _is_of_package(equation)
+        outer, self._is_unnoted = self._is_unnoted, self._is_unnoted or _is_skipped(equation)
         try:
             return self._evaluated(equation, name, parameters, inputs)
         finally:
@@ -96,10 +96,15 @@ class Noting(Noted):
             self.note(name, value)
 
 
-def _is_of_package(equation: JaxprEqn) -> bool:
-    """Return whether an equation is this package's, as marked by `JaxBackend.unnoted`."""
+def _is_skipped(equation: JaxprEqn) -> bool:
+    """Return whether an equation is of this package or of a backward pass.
+
+    `JaxBackend.unnoted` marks the former. The latter repeats what the forward pass shows, times the
+    weight of the microbatch.
+    """
     source = getattr(equation, "source_info", None)
-    return UNNOTED in str(getattr(source, "name_stack", ""))
+    names = str(getattr(source, "name_stack", ""))
+    return UNNOTED in names or "transpose(" in names
 
 
 def _bits(draws: Draws, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
