@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import reduce_per_replica
@@ -19,6 +19,12 @@ from tensorflow.python.framework.auto_control_deps_utils import (
 from tensorflow.python.ops import gradients_util
 
 from ga_model.base._types import Gradient, Nest
+
+# Takes the type of an operation and the lists of its input and output tensors. Returns tensors to
+# replace the outputs, or None.
+See: TypeAlias = Callable[
+    [str, Sequence[tf.Tensor], Sequence[tf.Tensor]], Sequence[tf.Tensor] | None
+]
 
 # The `experimental_attributes` of a `tf.function` that is not inlined.
 NOT_INLINED = {"_noinline": True}
@@ -115,16 +121,10 @@ def is_branch(graph: tf.Graph) -> bool:
 
 
 @contextlib.contextmanager
-def observing_operations(
-    see: Callable[[str, Sequence[tf.Tensor], Sequence[tf.Tensor]], Sequence[tf.Tensor] | None],
-) -> Iterator[None]:
+def observing_operations(see: See) -> Iterator[None]:
     """Call `see` with each operation that a block adds to the current graph, or runs eagerly.
 
     Operations inside branches, loops and functions of the graph are not passed.
-
-    Args:
-        see: takes the type of an operation and the lists of its input and output tensors; returns
-            tensors to replace the outputs, or None.
     """
     observed = graph_being_made()
 
@@ -157,9 +157,7 @@ def _no_fast_path(*_: Any, **__: Any) -> NoReturn:
     raise core._FallbackException("The operation is to be seen.")
 
 
-def _seen_by(
-    see: Callable[[str, Sequence[tf.Tensor], Sequence[tf.Tensor]], Sequence[tf.Tensor] | None],
-) -> Callable[..., Nest]:
+def _seen_by(see: See) -> Callable[..., Nest]:
     is_observing = False
 
     def run(
