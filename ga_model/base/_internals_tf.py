@@ -53,9 +53,9 @@ def shape_of(tensor: tf.Tensor) -> tuple[int | None, ...] | None:
     return tensor._shape_tuple()  # type: ignore[no-any-return]
 
 
-def is_watched_by_tape(tensor: tf.Tensor) -> bool:
-    """Return whether a tape watches a tensor."""
-    return bool(record.should_record_backprop([tensor]))
+def are_watched_by_tape(tensors: Sequence[tf.Tensor]) -> bool:
+    """Return whether a tape watches one of the tensors."""
+    return bool(record.should_record_backprop(tensors))
 
 
 def has_forward_derivatives(tensors: Sequence[tf.Tensor]) -> bool:

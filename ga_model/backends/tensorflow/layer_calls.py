@@ -17,9 +17,9 @@ from ga_model.base._context import is_package_code
 from ga_model.base._internals import logits_of, mask_of, saved_call_scopes, set_logits, set_mask
 from ga_model.base._internals_tf import (
     NOT_INLINED,
+    are_watched_by_tape,
     has_forward_derivatives,
     has_second_derivatives,
-    is_watched_by_tape,
     pause_tapes,
     record_on_tapes,
     resume_tapes,
@@ -39,43 +39,48 @@ class Microbatches:
     """Runs the function of a `Split` by microbatches, each compiled by XLA with `jit_compile`."""
 
     def __init__(self, split: Split, jit_compile: bool) -> None:
-        self._function = split.function
-        self._carried, self._fixed, self._samples = split.carried, split.fixed, split.samples
-        self._size, self._jit_compile = split.size, jit_compile
-        if not all(isinstance(tensor, tf.Tensor) for tensor in (*self._samples, *self._fixed)):
+        self._split, self._jit_compile = split, jit_compile
+        tensors = [*split.fixed, *split.samples]
+        if not all(isinstance(tensor, tf.Tensor) for tensor in tensors):
             raise NotByRowsError("it takes ragged or sparse tensors")
-        self._sources = [*self._fixed, *self._samples]
+        self._sources = list(filter(_has_gradient, tensors))
         if tf.executing_eagerly() and has_forward_derivatives(self._sources):
             raise NotByRowsError("its forward-mode derivatives are taken")
-        self._rows = _rows_of(self._samples[0])
-        self._is_limited = split.most is not None
-        self._number = (self._rows + self._size - 1) // self._size
+        self._rows = _rows_of(split.samples[0])
+        self._number = (self._rows + split.size - 1) // split.size
         if split.most is not None:
             self._number = tf.minimum(self._number, split.most)
-        self._places = [i for i, source in enumerate(self._sources) if _has_gradient(source)]
         self._in_call = saved_call_scopes()
 
     def run(self) -> tuple[list[tf.Tensor], Traced]:
         """Run all microbatches, and record them on tapes."""
-        specs = [_specs(self._carried), _specs(self._fixed), _specs(self._samples, True)]
+        split = self._split
+        specs = [_specs(split.carried), _specs(split.fixed), _specs(split.samples, True)]
         specs.append(tf.TensorSpec([], tf.float64))  # of its share
         run_one = self._in_graph(self._run_one, specs)
         if tf.executing_eagerly():
             with pause_tapes():
-                form = run_one(self._carried, self._fixed, self._part(0), tf.ones((), tf.float64))
+                _, form = run_one(split.carried, split.fixed, *self._part(0))
         else:
-            form = run_one.structured_outputs
+            _, form = run_one.structured_outputs
         backward = None
-        sources = [self._sources[place] for place in self._places]
-        if any(map(is_watched_by_tape, sources)):
+        if are_watched_by_tape(self._sources):
             # XLA differentiates no function in which it compiles a loop.
-            self._jit_compile = self._jit_compile and not has_second_derivatives(sources)
-            upstream = [_specs(tf.nest.flatten(form[1][:2]), True), _specs(form[1].losses)]
-            backward = self._in_graph(self._gradients_of_one, [*specs, *upstream])
+            self._jit_compile = self._jit_compile and not has_second_derivatives(self._sources)
+            outputs, losses = _differentiable(form)
+            specs += [_specs(outputs, True), _specs(losses)]
+            backward = self._in_graph(self._gradients_of_one, specs)
         with pause_tapes():
-            carried, begun, traced = self._forward(run_one, *form)
+            carried, begun, traced = self._forward(run_one, form)
         if backward is not None:
-            self._record(backward, begun, traced)
+            outputs, losses = _differentiable(traced)
+            results = [*outputs, *losses]
+
+            def gradient(*upstream: Gradient) -> list[Gradient]:
+                every = list(map(_or_zeros, upstream, results))
+                return self._backward(backward, begun, every[: len(outputs)], every[len(outputs) :])
+
+            record_on_tapes("Microbatches", results, self._sources, gradient)
         return carried, traced
 
     def _in_graph(self, function: Callable[..., Nest], specs: list[Nest]) -> Any:
@@ -111,7 +116,7 @@ class Microbatches:
     ) -> tuple[list[tf.Tensor], Traced]:
         """Run the function on one microbatch, with this share of all samples."""
         with self._in_call():
-            after, traced = self._function(carried, fixed, samples, share)
+            after, traced = self._split.function(carried, fixed, samples, share)
         if not all(isinstance(t, tf.Tensor) and t.shape.rank for t in traced.outputs):
             raise NotByRowsError("it returns tensors in an object that cannot be concatenated")
         after = [tf.cast(new, old.dtype) for new, old in zip(after, carried)]
@@ -128,41 +133,33 @@ class Microbatches:
         of_losses: list[tf.Tensor],
     ) -> list[tuple[tf.Tensor, ...]]:
         """Return `_tensors_of` each source's gradient, from the gradients of outputs and losses."""
-        sources = [*fixed, *samples]
-        sources = [sources[place] for place in self._places]
+        sources = list(filter(_has_gradient, [*fixed, *samples]))
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
             _, traced = self._run_one(carried, fixed, samples, share)
-        results = [*tf.nest.flatten(traced[:2]), *traced.losses]
-        pairs = [pair for pair in zip(results, [*of_outputs, *of_losses]) if _has_gradient(pair[0])]
-        gradients = tape.gradient(
-            [a for a, _ in pairs], sources, output_gradients=[b for _, b in pairs]
-        )
+        outputs, losses = _differentiable(traced)
+        gradients = tape.gradient([*outputs, *losses], sources, [*of_outputs, *of_losses])
         return list(map(_tensors_of, gradients))
 
     def _rows_at(self, index: tf.Tensor) -> slice:
-        return slice(index * self._size, tf.minimum((index + 1) * self._size, self._rows))
+        size = self._split.size
+        return slice(index * size, tf.minimum((index + 1) * size, self._rows))
 
-    def _part(self, index: tf.Tensor) -> list[tf.Tensor]:
+    def _part(self, index: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Return the samples of a microbatch, and their share of all samples."""
         rows = self._rows_at(index)
-        return [tensor[rows] for tensor in self._samples]
-
-    def _share_of(self, part: list[tf.Tensor]) -> tf.Tensor:
+        part = [tensor[rows] for tensor in self._split.samples]
         with is_package_code.set(True):
-            return tf.cast(_rows_of(part[0]), tf.float64) / tf.cast(self._rows, tf.float64)
+            return part, tf.cast(_rows_of(part[0]), tf.float64) / tf.cast(self._rows, tf.float64)
 
     def _forward(
-        self,
-        run_one: Callable[..., tuple[list[tf.Tensor], Traced]],
-        after: list[tf.Tensor],
-        form: Traced,
+        self, run_one: Callable[..., tuple[list[tf.Tensor], Traced]], form: Traced
     ) -> tuple[list[tf.Tensor], list[tf.TensorArray], Traced]:
         """Return the state after all microbatches, that before each, and the results of all.
 
-        Args:
-            run_one: runs one microbatch.
-            after, form: its results, or specs of them.
+        `form` has the results of one microbatch, or specs of them.
         """
+        initial = self._split.carried
 
         def step(
             index: tf.Tensor,
@@ -172,9 +169,8 @@ class Microbatches:
             losses: list[tf.Tensor],
             sums: list[Moments],
         ) -> tuple[Nest, ...]:
-            part = self._part(index)
             begun = [array.write(index, value) for array, value in zip(begun, carried)]
-            carried, traced = run_one(carried, self._fixed, part, self._share_of(part))
+            carried, traced = run_one(carried, self._split.fixed, *self._part(index))
             given = tf.nest.map_structure(lambda a, t: a.write(index, t), given, traced[:2])
             losses = [a + b for a, b in zip(losses, traced.losses)]
             sums = [a.plus(b) for a, b in zip(sums, traced.moments)]
@@ -182,34 +178,15 @@ class Microbatches:
 
         begin = [
             tf.constant(0),
-            self._carried,
-            [self._array(t.dtype, t.shape) for t in after],
-            tf.nest.map_structure(lambda t: self._array(t.dtype, [None, *t.shape[1:]]), form[:2]),
+            initial,
+            [self._array(t, has_samples=False) for t in initial],
+            tf.nest.map_structure(self._array, form[:2]),
             [tf.zeros((), loss.dtype) for loss in form.losses],
             tf.nest.map_structure(lambda t: tf.zeros(t.shape, t.dtype), form.moments),
         ]
         _, carried, begun, given, losses, sums = self._loop(step, begin)
-        outputs, attached = tf.nest.map_structure(self._joined, given, form[:2])
+        outputs, attached = tf.nest.map_structure(self._joined, given)
         return carried, begun, Traced(outputs, attached, losses, sums)
-
-    def _record(
-        self,
-        backward: Callable[..., list[tuple[tf.Tensor, ...]]],
-        begun: list[tf.TensorArray],
-        traced: Traced,
-    ) -> None:
-        outputs = tf.nest.flatten(traced[:2])
-        results = [*outputs, *traced.losses]
-        places = [place for place, result in enumerate(results) if _has_gradient(result)]
-
-        def gradient(*upstream: Gradient) -> list[Gradient]:
-            known = dict(zip(places, upstream))
-            every = [_or_zeros(known.get(place), t) for place, t in enumerate(results)]
-            return self._backward(backward, begun, every[: len(outputs)], every[len(outputs) :])
-
-        followed = [results[place] for place in places]
-        sources = [self._sources[place] for place in self._places]
-        record_on_tapes("Microbatches", followed, sources, gradient)
 
     def _backward(
         self,
@@ -218,82 +195,73 @@ class Microbatches:
         of_outputs: list[tf.Tensor],
         of_losses: list[tf.Tensor],
     ) -> list[Gradient]:
-        """Return the gradients of the sources that can have one, or None."""
+        """Return the gradients of the sources, or None."""
 
         def gradients(index: tf.Tensor) -> list[tuple[tf.Tensor, ...]]:
-            part, rows = self._part(index), self._rows_at(index)
+            rows = self._rows_at(index)
             carried = [array.read(index) for array in begun]
             upstream = [gradient[rows] for gradient in of_outputs]
-            share = self._share_of(part)
-            found: list[tuple[tf.Tensor, ...]] = backward(
-                carried, self._fixed, part, share, upstream, of_losses
-            )
-            return found
+            part = self._part(index)
+            return backward(carried, self._split.fixed, *part, upstream, of_losses)
 
-        def initial(way: str, first: tf.Tensor) -> tf.Tensor | tf.TensorArray:
-            if way != "joined":
-                return first
-            return self._array(first.dtype, [None, *first.shape[1:]]).write(0, first)
+        def initial(
+            gradient: tuple[tf.Tensor, ...], is_shared: bool
+        ) -> tuple[tf.Tensor | tf.TensorArray, ...]:
+            if not _is_joined(gradient, is_shared):
+                return gradient
+            return tuple(self._array(tensor).write(0, tensor) for tensor in gradient)
 
         def step(index: tf.Tensor, totals: Nest) -> tuple[tf.Tensor, Nest]:
             def added(
-                way: str, before: tf.Tensor | tf.TensorArray, value: tf.Tensor
+                total: tf.Tensor | tf.TensorArray, new: tf.Tensor
             ) -> tf.Tensor | tf.TensorArray:
-                if way == "joined":
-                    return before.write(index, value)
-                return before + value if way == "summed" else before
+                if isinstance(total, tf.TensorArray):
+                    return total.write(index, new)
+                return total + new if _has_gradient(new) else total  # indices stay
 
-            return index + 1, tf.nest.map_structure(added, ways, totals, gradients(index))
+            return index + 1, tf.nest.map_structure(added, totals, gradients(index))
 
         # A placeholder, so that no shape depends on the index, as in the loop.
         first = gradients(tf.compat.v1.placeholder_with_default(0, []))
-        are_shared = (place < len(self._fixed) for place in self._places)
-        ways = list(map(_ways_of, first, are_shared))
-        totals = tf.nest.map_structure(initial, ways, first)
-        _, totals = self._loop(step, [tf.constant(1), totals])
-        sources = (self._sources[place] for place in self._places)
-        return list(map(self._gradient, sources, totals, first))
+        num_shared = sum(map(_has_gradient, self._split.fixed))
+        are_shared = (place < num_shared for place in range(len(first)))
+        _, totals = self._loop(step, [tf.constant(1), list(map(initial, first, are_shared))])
+        return list(map(self._gradient, self._sources, totals))
 
     def _gradient(
-        self,
-        source: tf.Tensor,
-        total: tuple[tf.Tensor | tf.TensorArray, ...],
-        first: tuple[tf.Tensor, ...],
+        self, source: tf.Tensor, total: tuple[tf.Tensor | tf.TensorArray, ...]
     ) -> Gradient:
-        """Return the gradient of a source from the combined tensors and those of microbatch 0."""
-        if not total:
-            return None
-        if len(total) == 1:
-            (whole,), (part,) = total, first
-            return self._joined(whole, part) if isinstance(whole, tf.TensorArray) else whole
+        """Return the gradient of a source from its combined tensors."""
+        if len(total) < 2:
+            whole = next(iter(total), None)
+            return self._joined(whole) if isinstance(whole, tf.TensorArray) else whole
         tensors = [t.concat() if isinstance(t, tf.TensorArray) else t for t in total]
         return tf.IndexedSlices(*tensors, tf.constant(list(source.shape), tf.int64))
 
     def _loop(self, step: Callable[..., tuple[Nest, ...]], begin: list[Nest]) -> Nest:
-        def invariant(value: tf.Tensor | tf.TensorArray) -> tf.TensorShape | None:
-            return None if isinstance(value, tf.TensorArray) else tf.TensorShape(value.shape)
-
         return tf.while_loop(
-            lambda index, *_: index < self._number,
-            step,
-            begin,
-            shape_invariants=tf.nest.map_structure(invariant, begin),
-            parallel_iterations=1,
+            lambda index, *_: index < self._number, step, begin, parallel_iterations=1
         )
 
-    def _array(self, dtype: tf.DType, shape: tf.TensorShape | list[int | None]) -> tf.TensorArray:
+    def _array(self, tensor: tf.Tensor, has_samples: bool = True) -> tf.TensorArray:
+        """Return an array for such a tensor of each microbatch."""
+        (spec,) = _specs([tensor], has_samples)
         return tf.TensorArray(
-            dtype, size=self._number, infer_shape=False, element_shape=shape, clear_after_read=False
+            spec.dtype,
+            size=self._number,
+            infer_shape=False,
+            element_shape=spec.shape,
+            clear_after_read=False,
         )
 
-    def _joined(self, array: tf.TensorArray, part: tf.Tensor | tf.TensorSpec) -> tf.Tensor:
+    def _joined(self, array: tf.TensorArray) -> tf.Tensor:
         """Return the concatenated outputs, with zeros for samples that did not run."""
         joined = array.concat()
-        if self._is_limited:
+        if self._split.most is not None:
             missing = self._rows - _rows_of(joined)
             shape = tf.concat([[missing], tf.shape(joined)[1:]], 0)
             joined = tf.concat([joined, tf.zeros(shape, joined.dtype)], 0)
-        joined.set_shape([self._samples[0].shape[0], *part.shape[1:]])
+        joined.set_shape([self._split.samples[0].shape[0], *joined.shape[1:]])
         return joined
 
 
@@ -311,21 +279,26 @@ def _has_gradient(tensor: tf.Tensor) -> bool:
     return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
 
 
+def _differentiable(traced: Traced) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Return the outputs, with what is attached to them, and the losses that have a gradient."""
+    outputs = tf.nest.flatten(traced[:2])
+    return list(filter(_has_gradient, outputs)), list(filter(_has_gradient, traced.losses))
+
+
 def _tensors_of(gradient: Gradient) -> tuple[tf.Tensor, ...]:
     if isinstance(gradient, tf.IndexedSlices):
         return gradient.values, gradient.indices
     return () if gradient is None else (gradient,)
 
 
-def _ways_of(tensors: tuple[tf.Tensor, ...], is_shared: bool) -> tuple[str, ...]:
-    """Return how to combine each tensor of a gradient over microbatches.
+def _is_joined(gradient: tuple[tf.Tensor, ...], is_shared: bool) -> bool:
+    """Return whether to concatenate a gradient over microbatches, instead of adding it.
 
     Sparse gradients with a fixed number of rows are lookups by position, so these are summed.
     """
-    if len(tensors) < 2:
-        return ("summed" if is_shared else "joined",) * len(tensors)
-    is_by_position = not tf.executing_eagerly() and tensors[1].shape[0] is not None
-    return ("summed", "alike") if is_by_position else ("joined", "joined")
+    if len(gradient) < 2:
+        return not is_shared
+    return tf.executing_eagerly() or gradient[1].shape[0] is None
 
 
 def _or_zeros(gradient: Gradient, tensor: tf.Tensor) -> tf.Tensor:
@@ -341,16 +314,15 @@ def run_isolated(
         fixed: list[np.ndarray], arrays: list[np.ndarray], begin: int, end: int
     ) -> list[np.ndarray]:
         with tf.init_scope():
-            draws = Draws(end - begin, TOTAL, begin, begin)
+            noting = Noting(Draws(end - begin, TOTAL, begin, begin))
             arguments = list(map(tf.constant, fixed)), [tf.constant(a[begin:end]) for a in arrays]
             if not with_gradients:
-                return list(map(np.asarray, Noting(draws).run(call.function, arguments)))
-            sources = [tensor for tensor in (*arguments[1], *arguments[0]) if _has_gradient(tensor)]
+                return list(map(np.asarray, noting.run(call.function, arguments)))
+            sources = list(filter(_has_gradient, [*arguments[1], *arguments[0]]))
             with resume_tapes(), tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(sources)
-                outputs = Noting(draws).run(call.function, arguments)
-            differentiable = [output for output in outputs if _has_gradient(output)]
-            gradients = tape.gradient(differentiable, sources, differentiable)
+                outputs = list(filter(_has_gradient, noting.run(call.function, arguments)))
+            gradients = tape.gradient(outputs, sources, outputs)
             return list(map(np.asarray, map(_or_zeros, gradients, sources)))
 
     return run
