@@ -14,30 +14,32 @@ from ga_model.core.snapshots import VariableSnapshot
 
 
 class State(VariableSnapshot):
-    """The values of variables. Each shares the variable's memory until the variable is written."""
+    """A snapshot of variables of Keras, on all replicas of this machine."""
 
     def __init__(self, model: keras.Model, variables: Sequence[keras.Variable]) -> None:
         super().__init__(model, variables)
-        every = [copy for variable in self._variables for copy in copies(variable)]
-        self._values = [(copy, value_of(copy)) for copy in every]
+        self._values = Variables(self._variables)
 
     def restore(self) -> None:
-        for copy, value in self._values:
-            copy.assign(value)
+        self._values.restore()
         super().restore()
 
 
 class Variables:
-    """Variables that a step uses, in the model or elsewhere, and their values when first noted."""
+    """Variables, and their values when first noted.
 
-    def __init__(self) -> None:
+    A value shares the variable's memory until the variable is written.
+    """
+
+    def __init__(self, variables: Iterable[keras.Variable | tf.Variable] = ()) -> None:
         self._values: dict[int, tuple[tf.Variable, tf.Tensor]] = {}
+        self.note(variables)
 
-    def note(self, variables: Iterable[tf.Variable]) -> None:
+    def note(self, variables: Iterable[keras.Variable | tf.Variable]) -> None:
         """Record the values of variables that are not known yet."""
-        for variable in variables:
-            if id(variable) not in self._values:
-                self._values[id(variable)] = variable, variable.read_value()
+        for copy in (copy for variable in variables for copy in copies(variable)):
+            if id(copy) not in self._values:
+                self._values[id(copy)] = copy, value_of(copy)
 
     def restore(self) -> None:
         """Restore all values."""
@@ -48,15 +50,12 @@ class Variables:
 def other_variables(known: Iterable[keras.Variable | tf.Variable]) -> Variables:
     """Return the values of all variables of the process, except known and frozen (`gc`) ones.
 
-    Eagerly, a step may use any variable, for example by a global name. TensorFlow copies a value
-    only when its variable changes.
+    Eagerly, a step may use any variable, for example by a global name.
     """
     left_out = {id(copy) for variable in known for copy in copies(variable)}
     living = [value for value in gc.get_objects() if issubclass(type(value), tf.Variable)]
-    variables = {id(copy): copy for variable in living for copy in copies(variable)}
-    values = Variables()
-    values.note(v for key, v in variables.items() if key not in left_out and _has_value(v))
-    return values
+    every = (copy for variable in living for copy in copies(variable))
+    return Variables(copy for copy in every if id(copy) not in left_out and _has_value(copy))
 
 
 def _has_value(variable: tf.Variable) -> bool:
