@@ -16,7 +16,7 @@ from ga_model.core import messages
 from ga_model.core.accumulator import Accumulator, nothing
 from ga_model.core.backend_types import Applied
 from ga_model.core.models import is_of_keras
-from ga_model.core.window import Largest, Positions, Rows, shrinkage, shrunk, values_of, with_values
+from ga_model.core.window import Largest, Positions, Rows, shrinkage, shrunk, with_values
 
 
 class GradientAccumulator(Accumulator):
@@ -126,15 +126,14 @@ class GradientAccumulator(Accumulator):
             ValueError: with several replicas, called outside `strategy.run`.
         """
         self._check_is_on_replica()
-        return self._mean(self._divisor())
+        return self._mean(self._shared_total())
 
-    def _divisor(self) -> tf.Tensor:
-        """Return the divisor of this replica's sums. All replicas must call it."""
-        if self._is_sum:
-            return tf.constant(1.0, tf.float64)
+    def _shared_total(self) -> tf.Tensor:
+        """Return the total weight for this replica's sums. All replicas must call it."""
         return replicas.shared_total(self._unit.read_value(), self._total.read_value())
 
-    def _mean(self, divisor: tf.Tensor) -> list[Gradient]:
+    def _mean(self, total_weight: tf.Tensor) -> list[Gradient]:
+        divisor = tf.constant(1.0, tf.float64) if self._is_sum else total_weight
         is_empty = tf.equal(self.num_microbatches, 0)
 
         def mean(buffer: Nest, variable: keras.Variable) -> Gradient:
@@ -167,25 +166,23 @@ class GradientAccumulator(Accumulator):
             # Retrace, as an earlier trace scales losses by a constant instead of the new variable.
             is_seen = hasattr(optimizer, "inner_optimizer")
             optimizers.build_outside(optimizer, optimizer.build, self.variables, is_seen)
-        divisor = self._divisor()
-        has_weight = tf.not_equal(replicas.largest(abs(divisor)), 0.0)
-        number = replicas.largest(self.num_microbatches.read_value())
+        total_weight = self._shared_total()
+        has_weight = tf.not_equal(replicas.largest(abs(total_weight)), 0.0)
 
-        def update(divisor: tf.Tensor) -> None:
+        def update(total_weight: tf.Tensor) -> None:
             has_own = not is_of_keras(optimizer, "apply_gradients")
             applied = Applied(optimizer, tuple(self.variables), via_apply_gradients=has_own)
-            optimizers.apply(applied, self._mean(divisor))
+            optimizers.apply(applied, self._mean(total_weight))
 
-        def branch(strategy: tf.distribute.Strategy, condition: Tensor, divisor: Tensor) -> None:
+        def branch(strategy: tf.distribute.Strategy, has_weight: Tensor, total: Tensor) -> None:
             def run() -> tf.Tensor:
-                strategy.extended.call_for_each_replica(update, args=(divisor,))
+                strategy.extended.call_for_each_replica(update, args=(total,))
                 return tf.constant(0)
 
-            condition = strategy.experimental_local_results(condition)[0]
-            tf.cond(condition, run, lambda: tf.constant(0))
+            has_weight = strategy.experimental_local_results(has_weight)[0]
+            tf.cond(has_weight, run, lambda: tf.constant(0))
 
-        condition = tf.logical_and(has_weight, number > 0)
-        tf.distribute.get_replica_context().merge_call(branch, args=(condition, divisor))
+        tf.distribute.get_replica_context().merge_call(branch, args=(has_weight, total_weight))
 
     def reset(self) -> None:
         """Forget the open window. Buffers stay allocated."""
@@ -202,14 +199,12 @@ class GradientAccumulator(Accumulator):
     def _tensor(self, gradient: Any, variable: keras.Variable) -> Gradient:
         if isinstance(gradient, tf.IndexedSlices):
             values, rows = gradient.values, gradient.values.shape[1:]
-            is_known = rows.rank is not None and None not in rows
-            shape = [variable.shape[0], *rows] if is_known else list(variable.shape)
+            shape = [variable.shape[0], *rows] if rows.is_fully_defined() else list(variable.shape)
             return tf.IndexedSlices(values, gradient.indices, tf.constant(shape, tf.int64))
         gradient = super()._tensor(gradient, variable)
-        if gradient is None:
-            return None
-        is_known = gradient.shape.is_fully_defined()
-        return gradient if is_known else tf.ensure_shape(gradient, variable.shape)
+        if gradient is None or gradient.shape.is_fully_defined():
+            return gradient
+        return tf.ensure_shape(gradient, variable.shape)
 
     def _number(self, weight: Any) -> Scalar:
         weight = raw(weight)
@@ -276,10 +271,9 @@ def _read(buffer: Nest, is_first: tf.Tensor) -> Gradient:
     total = tf.nest.map_structure(lambda variable: variable.read_value(), buffer)
     if type(total) is Rows:
         return total
-    values = values_of(total)
-    begin = values.dtype.min if isinstance(total, Largest) else nothing((), values.dtype)
-    values = tf.where(is_first, begin, values)
-    return total._replace(values=values) if isinstance(total, (Largest, Rows)) else values
+    if isinstance(total, Largest):
+        return Largest(tf.where(is_first, total.values.dtype.min, total.values))
+    return with_values(total, lambda v: tf.where(is_first, nothing((), v.dtype), v))
 
 
 def _assign(buffer: Nest, value: Nest) -> None:
