@@ -15,7 +15,6 @@ from ga_model.backends.tensorflow.compiled import (
     AnySamples,
     Compiled,
     HeldSums,
-    each_tensors,
     key_of_nest,
     nothing,
     tensors_in,
@@ -133,7 +132,7 @@ class TensorFlowBackend(Backend):
         return self._has_updated
 
     def _run_eagerly(self, function: Callable[..., Nest], *arguments: Nest) -> Nest:
-        tensors, shared = each_tensors(arguments), self.replicas
+        tensors, shared = tensors_in(arguments), self.replicas
         if shared is None or shared.is_inside():
             return function(*tensors)
         return shared.together(shared.run(function, shared.per_replica(tensors)))
@@ -144,7 +143,7 @@ class TensorFlowBackend(Backend):
         return tf.constant(value, tf.float64)
 
     def key_of(self, arguments: tuple[Nest, ...]) -> Hashable:
-        keys = tuple(map(key_of_nest, self.per_replica(each_tensors(arguments))))
+        keys = tuple(map(key_of_nest, self.per_replica(tensors_in(arguments))))
         return keys, len(self._model.trainable_variables)
 
     def per_replica(self, nest: Nest) -> list[Nest]:

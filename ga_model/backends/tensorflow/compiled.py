@@ -54,7 +54,7 @@ class Compiled:
     def __call__(self, *arguments: Nest) -> Nest:
         if self._holds:
             return self._run_on_held(*arguments)
-        tensors, shared = each_tensors(arguments), self._backend.replicas
+        tensors, shared = tensors_in(arguments), self._backend.replicas
         if not tf.executing_eagerly():
             return (self._run if shared is None else self._call)(*tensors)
         if shared is None:
@@ -65,7 +65,7 @@ class Compiled:
     def _run_on_held(self, sums: list[Gradient], *others: Nest) -> tuple[Sums, Logs]:
         held = self._backend.held.hold(sums)
         unheld = [None if isinstance(value, tf.Variable) else value for value in held]
-        arguments = each_tensors((unheld, *others))
+        arguments = tensors_in((unheld, *others))
         with self._backend.held.present.set(held):
             after, logs = self._run_on(arguments)
         pairs = zip(held, after.gradients)
@@ -81,7 +81,7 @@ class Compiled:
     def shapes(self, arguments: tuple[Nest, ...]) -> Nest:
         """Return the shapes of the function's results on one replica, without running it."""
         outputs = self._traced_for(
-            self._backend.per_replica(each_tensors(arguments))
+            self._backend.per_replica(tensors_in(arguments))
         ).structured_outputs
         return outputs if self._backend.replicas is None else outputs[0]
 
@@ -213,11 +213,6 @@ def key_of_nest(nest: Nest, is_any: bool = False) -> Hashable:
     if isinstance(nest, (tuple, list)):
         return tuple(key_of_nest(part, is_any) for part in nest)
     return _spec(nest, is_any)
-
-
-def each_tensors(arguments: Iterable[Nest]) -> tuple[Nest, ...]:
-    """Apply `tensors_in` to each argument."""
-    return tuple(map(tensors_in, arguments))
 
 
 def tensors_in(nest: Nest) -> Nest:
