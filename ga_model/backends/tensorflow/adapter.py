@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, cast
+from typing import cast
 
 import keras
 import tensorflow as tf
@@ -20,7 +20,7 @@ from ga_model.backends.tensorflow.compiled import (
     tensors_in,
 )
 from ga_model.backends.tensorflow.noting import Noting
-from ga_model.backends.tensorflow.replicas import OnReplicas, Replicas, SharedBatch
+from ga_model.backends.tensorflow.replicas import Replicas, SharedBatch
 from ga_model.backends.tensorflow.sparse import Tables
 from ga_model.backends.tensorflow.state import State, Variables
 from ga_model.base import _numbers
@@ -165,7 +165,10 @@ class TensorFlowBackend(Backend):
         return self.needs_number
 
     def copied(self, nest: Nest) -> Nest:
-        return tf.nest.map_structure(_copied, nest)
+        # Tensors never change, but sums may be variables.
+        return tf.nest.map_structure(
+            lambda leaf: leaf.read_value() if isinstance(leaf, tf.Variable) else leaf, nest
+        )
 
     def zeros(self, name: Name, shapes: Sums) -> Sums:
         if self.replicas is not None:
@@ -374,11 +377,3 @@ def _is_made_of_parts(name: Name) -> bool:
     if not isinstance(name, tuple):
         return False
     return name[0] in ("trial", "whole") or getattr(name[-1], "size", None) is not None
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, OnReplicas):
-        return OnReplicas([_copied(part) for part in value.values])
-    if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
-        return value
-    return tf.identity(value) if tf.is_tensor(value) else value
