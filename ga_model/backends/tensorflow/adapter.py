@@ -64,7 +64,7 @@ class TensorFlowBackend(Backend):
     Attributes:
         held: variables that hold the sums of an open window.
         tables: record of the tables that are looked up by position.
-        knows_number: returns whether the dataset's specs have the number of samples of a batch.
+        element_specs: type specs of the tensors of a batch, if the dataset has them.
         needs_number: whether steps are traced for one number of samples, and not for any.
         is_for_any_samples: whether the present trace is for any number of samples.
     """
@@ -75,7 +75,7 @@ class TensorFlowBackend(Backend):
         super().__init__(model)
         self.held, self.tables = HeldSums(), Tables()
         self.is_for_any_samples = ThreadValue(False)
-        self.knows_number: Callable[[], bool] = lambda: True
+        self.element_specs: Sequence[tf.TypeSpec] = ()
         self.needs_number = False
         strategy = strategy_of_model(model)
         self._replicas = None if strategy is None else Replicas(strategy)
@@ -319,8 +319,9 @@ class TensorFlowBackend(Backend):
             with unrecorded(), _built_outside.of(left):
                 self.run_step(data)
 
-        is_any = self.replicas is not None or not self.knows_number()  # layers show the shapes
-        Compiled(self, step).shapes((AnySamples(data) if is_any else data,))
+        # Layers show the shapes.
+        knows_number = self.replicas is None and _know_number(self.element_specs)
+        Compiled(self, step).shapes((data if knows_number else AnySamples(data),))
 
     def begin_epoch(self, epoch: int, is_first: bool) -> None:
         if is_first:
@@ -369,6 +370,12 @@ class TensorFlowBackend(Backend):
 _built_outside = MethodPatch(
     "build", lambda optimizer, build: functools.partial(optimizers.build_outside, optimizer, build)
 )
+
+
+def _know_number(specs: Sequence[tf.TypeSpec]) -> bool:
+    """Return whether the specs of a dataset have the number of samples of a batch."""
+    shapes = [getattr(spec, "shape", None) for spec in specs]
+    return all(shape.rank is not None and None not in shape[:1] for shape in shapes if shape)
 
 
 def _is_made_of_parts(name: Name) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ class Hooks(CoreHooks):
     def _train(self, iterator: Iterator[Nest]) -> Logs:
         accumulation = self._accumulation
         specs = keras.tree.flatten(getattr(iterator, "element_spec", tf.OptionalSpec(None)))
-        accumulation.backend.knows_number = functools.partial(_knows_number, specs)
+        accumulation.backend.element_specs = specs
         logs = accumulation.train(_without_optionals(iterator, specs), self.steps_per_execution)
         return accumulation.backend.logs_of(logs)
 
@@ -35,12 +34,6 @@ class Hooks(CoreHooks):
     def _make_function(self, step_function: Callable[[Nest], Logs]) -> Callable[..., Logs]:
         step = workers.with_logs_that_reduce(step_function, self.distribute_strategy)
         return super()._make_function(step)  # type: ignore[no-any-return]
-
-
-def _knows_number(specs: Iterable[tf.TypeSpec]) -> bool:
-    """Return whether the specs of a dataset have the number of samples of a batch."""
-    shapes = [getattr(spec, "shape", None) for spec in specs]
-    return all(shape.rank is not None and None not in shape[:1] for shape in shapes if shape)
 
 
 def _without_optionals(batches: Iterator[Nest], specs: Iterable[tf.TypeSpec]) -> Iterator[Nest]:
