@@ -38,7 +38,7 @@ from ga_model.core.window import Amount, Sums
 
 _MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _TRIED = (tf.distribute.OneDeviceStrategy, *_MIRRORED)
-_COUNTS, _FLAGS = ("num_counted", "num_skipped", "num_news"), ("has_zero_division", "is_uneven")
+_ADDED = ("num_counted", "num_skipped", "num_news", "has_zero_division", "is_uneven")  # of `Sums`
 
 
 class OnReplicas:
@@ -144,12 +144,13 @@ class Replicas:
     def exchange_sums(self, sums: Sums) -> Sums:
         """Return the sums of this replica, without gradients and amounts, summed over replicas."""
         is_sum = sums.total is None
-        numbers = {name: getattr(sums, name) for name in (*_COUNTS, *_FLAGS)}
+        numbers = {name: getattr(sums, name) for name in _ADDED}
         weights = sums.unit, 0.0 if is_sum else sums.total
         unit, total, *others = _vectors([*weights, *numbers.values()])
-        added = {name: tf.reduce_sum(vector) for name, vector in zip(numbers, others)}
-        flags = {name: added[name] != 0 for name in _FLAGS}
-        counts = {name: tf.cast(added[name], tf.int32) for name in _COUNTS}
+        added = {
+            name: tf.cast(tf.reduce_sum(vector), number.dtype)  # True if any flag is
+            for (name, number), vector in zip(numbers.items(), others)
+        }
         shares = tf.math.divide_no_nan(unit, tf.reduce_max(unit))
         squares = sums.squares
         if squares:
@@ -160,8 +161,7 @@ class Replicas:
             squares = tuple(map(Squares, totals, map(tf.reduce_sum, of_all[1::2])))
         return sums._replace(
             total=None if is_sum else _total_of(sums.unit, unit, total),
-            **counts,
-            **flags,
+            **added,
             moments=[Moments.of_stacked(Moments._make(map(_stacked, m))) for m in sums.moments],
             squares=squares,
         )
