@@ -79,7 +79,7 @@ class Replicas:
         return [tf.nest.map_structure(of_one, nest) for of_one in every]
 
     def together(self, nests: Sequence[Nest]) -> Nest:
-        """Join the nests of the replicas into one: the inverse of `each`."""
+        """Join the nests of the replicas into one: the inverse of `per_replica`."""
 
         def join(*leaves: Tensor | None) -> OnReplicas | None:
             return None if leaves[0] is None else OnReplicas(leaves)
@@ -196,8 +196,6 @@ class SharedBatch(Batch):
 
 def shared_total(unit: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
     """Return the divisor t_r of this replica's sums from its unit and total, float64 scalars."""
-    if tf.distribute.get_strategy().num_replicas_in_sync == 1:
-        return total
     return _total_of(unit, *_vectors([unit, total]))
 
 
@@ -210,8 +208,6 @@ def _total_of(own: tf.Tensor, unit: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
 
 def largest(tensor: tf.Tensor) -> tf.Tensor:
     """Return the elementwise maximum over the replicas' tensors."""
-    if tf.distribute.get_strategy().num_replicas_in_sync == 1:
-        return tensor
     return tf.reduce_max(_stacked(tensor), axis=0)
 
 
@@ -224,6 +220,8 @@ def _vectors(numbers: Sequence[Scalar]) -> list[tf.Tensor]:
 def _stacked(tensor: tf.Tensor) -> tf.Tensor:
     """Return the tensors of all replicas, stacked on a new first axis."""
     context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return tensor[tf.newaxis]
     stacked = context.all_gather(tensor[tf.newaxis], axis=0)
     return tf.ensure_shape(stacked, [context.num_replicas_in_sync, *tensor.shape])
 
