@@ -288,16 +288,16 @@ def _weighted(
 ) -> Gradient:
     """Return a gradient times its weight, in the dtype and form of the sum."""
     dtype = _numbers.sum_dtype(variable.dtype)
-    if isinstance(buffer, Largest):
-        return Largest(tf.cast(tf.convert_to_tensor(gradient), dtype))
-    if isinstance(buffer, Rows):
-        if not isinstance(gradient, tf.IndexedSlices):
-            ids = tf.range(tf.shape(gradient)[0], dtype=buffer.indices.dtype)
-            gradient = tf.IndexedSlices(gradient, ids)
-        values = tf.reshape(tf.cast(gradient.values, dtype), [-1, *variable.shape[1:]])
-        ids = tf.cast(tf.reshape(gradient.indices, [-1]), buffer.indices.dtype)
-        return type(buffer)(values * tf.cast(relative, dtype), ids, ())
-    return tf.cast(tf.convert_to_tensor(gradient), dtype) * tf.cast(relative, dtype)
+    relative = tf.cast(relative, dtype)
+    if not isinstance(buffer, Rows):
+        gradient = tf.cast(tf.convert_to_tensor(gradient), dtype)
+        return Largest(gradient) if isinstance(buffer, Largest) else gradient * relative
+    if not isinstance(gradient, tf.IndexedSlices):
+        ids = tf.range(tf.shape(gradient)[0], dtype=buffer.indices.dtype)
+        gradient = tf.IndexedSlices(gradient, ids)
+    values = tf.reshape(tf.cast(gradient.values, dtype), [-1, *variable.shape[1:]])
+    ids = tf.cast(tf.reshape(gradient.indices, [-1]), buffer.indices.dtype)
+    return type(buffer)(values * relative, ids, ())
 
 
 def _plus(
