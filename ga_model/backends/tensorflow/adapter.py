@@ -272,11 +272,8 @@ class TensorFlowBackend(Backend):
     def joined(self, rows: Sequence[Rows], unit: Scalar) -> Rows:
         if (shared := self.replicas) is None or shared.is_inside():
             return sparse.joined(rows, unit)
-        joined: list[Rows] = []
-        for place, (own, own_unit) in enumerate(shared.per_replica((rows, unit))):
-            with shared.on_device(place):
-                joined.append(sparse.joined(own, own_unit))
-        return shared.together(joined)  # type: ignore[no-any-return]
+        each = shared.per_replica((rows, unit))
+        return cast(Rows, shared.on_devices(lambda arguments: sparse.joined(*arguments), each))
 
     @contextlib.contextmanager
     def keeping_state(self) -> Iterator[None]:

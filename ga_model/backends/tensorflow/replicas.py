@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -105,9 +104,13 @@ class Replicas:
         else:
             function()
 
-    def on_device(self, place: int) -> AbstractContextManager[None]:
-        """Return a context in which tensors are created on a replica's device."""
-        return tf.device(self._devices[place])  # type: ignore[no-any-return]
+    def on_devices(self, function: Callable[[Nest], Nest], each: Sequence[Nest]) -> Nest:
+        """Apply a function to the nest of each replica, on its device, and join the results."""
+        found = []
+        for device, nest in zip(self._devices, each):
+            with tf.device(device):
+                found.append(function(nest))
+        return self.together(found)
 
     def samples_of(self, data: Nest, of_all: bool) -> Nest:
         """Return samples of a batch; with `of_all`, the same in all processes."""
@@ -184,14 +187,13 @@ class SharedBatch(Batch):
         self.num_microbatches = max(part.num_microbatches for part in parts)
 
     def microbatch(self, index: int) -> Nest:
-        each = self._each
-        if self.is_split:
-            size = self._size or self.rows
-            each = []
-            for place, part in enumerate(self._each):
-                with self._replicas.on_device(place):
-                    each.append(samples_between(part, index * size, (index + 1) * size))
-        return self._replicas.together(each)
+        if not self.is_split:
+            return self._replicas.together(self._each)
+        size = self._size or self.rows
+        start, stop = index * size, (index + 1) * size
+        return self._replicas.on_devices(
+            lambda part: samples_between(part, start, stop), self._each
+        )
 
 
 def shared_total(unit: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
