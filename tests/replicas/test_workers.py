@@ -3,6 +3,7 @@
 The references are trained by plain Keras in one process, on the whole window.
 """
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -42,45 +43,28 @@ def free_ports(number):
         return [each.getsockname()[1] for each in sockets]
 
 
-def run_cluster(number, command, directory):
-    """Run a command on so many workers.
+def run_job(number, directory, job):
+    """Let so many workers do a job.
 
     Returns:
         Of each worker its exit status, its output, and when it ended, in seconds.
     """
     workers = [f"localhost:{port}" for port in free_ports(number)]
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
-    processes, ends = [], {}
-    with contextlib.ExitStack() as stack:
-        for index in range(number):
-            task = {"type": "worker", "index": index}
-            config = json.dumps({"cluster": {"worker": workers}, "task": task})
-            output = stack.enter_context((directory / f"output{index}.txt").open("w"))
-            process = subprocess.Popen(
-                [sys.executable, *command],
-                env={**os.environ, **quiet, "TF_CONFIG": config},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            stack.callback(process.wait)
-            stack.callback(process.kill)  # before it is waited for, and in any case
-            processes.append(process)
-        deadline = time.monotonic() + SECONDS
-        while len(ends) < number and time.monotonic() < deadline:
-            for index, process in enumerate(processes):
-                if process.poll() is not None:
-                    ends.setdefault(index, time.monotonic())
-            time.sleep(0.05)
-    outputs = [(directory / f"output{index}.txt").read_text() for index in range(number)]
-    assert len(ends) == number, outputs
-    return [
-        (process.returncode, output, ends[index])
-        for index, (process, output) in enumerate(zip(processes, outputs, strict=True))
-    ]
 
+    def run(index):
+        config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
+        result = subprocess.run(
+            [sys.executable, worker.__file__, job, directory],
+            env={**os.environ, "TF_CONFIG": json.dumps(config)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS,
+        )
+        return result.returncode, result.stdout, time.monotonic()
 
-def run_job(number, directory, job):
-    return run_cluster(number, [worker.__file__, job, str(directory)], directory)
+    with concurrent.futures.ThreadPoolExecutor(number) as pool:
+        return list(pool.map(run, range(number)))
 
 
 def run_to_the_end(number, directory, job):
@@ -156,11 +140,10 @@ def test_the_documents_script_runs_on_two_devices_and_as_two_processes(tmp_path)
     for port in free_ports(2):
         commands = re.sub(r"localhost:2020\d", f"127.0.0.1:{port}", commands, count=1)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1", "PATH": path}
     result = subprocess.run(
         ["timeout", str(SECONDS), "bash", "-ec", commands + "wait\n"],
         cwd=tmp_path,
-        env={**os.environ, **quiet},
+        env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,
         check=True,
