@@ -12,7 +12,6 @@ from helpers import dense_data, run_python
 
 import ga_model
 from ga_model import (
-    AccumulatingModel,
     AccumulationScheduler,
     GradientAccumulator,
     GradientNoiseScale,
@@ -79,18 +78,6 @@ MISPLACED = [
 def test_what_is_given_in_another_place_is_answered_with_the_right_one(call, words):
     with pytest.raises(TypeError, match=words):
         call()
-
-
-class OwnCompile(AccumulatingModel, keras.Model):
-    def compile(self, accum_steps, **kwargs):
-        super().compile("sgd", "mse", **kwargs)
-        self.accum_steps = accum_steps
-
-
-def test_a_compile_of_the_users_own_may_take_any_names():
-    own = OwnCompile()
-    own.compile(accum_steps=3, microbatch_size=2)
-    assert (own.accum_steps, own.microbatch_size) == (3, 2)
 
 
 def test_methods_show_the_arguments_of_keras():
