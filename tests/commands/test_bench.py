@@ -37,53 +37,38 @@ OPTIONS = ["--models", "embedding", "--microbatches", "2", "1", "--minutes", "2"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The command's output, what it wrote as JSON, and its plot."""
+    """The command's output, what it wrote as JSON, by setup, and its plot."""
     folder = tmp_path_factory.mktemp("bench")
     files = ["--json", folder / "bench.json", "--plot", folder / "bench.png"]
     printed, errors = run_python("-m", "ga_model", "bench", *OPTIONS, *files)
     said = set(errors.splitlines())  # what it is at
     assert {f"memory: embedding, {way}" for way in WAYS} | {"time: embedding"} <= said
-    return printed, json.loads((folder / "bench.json").read_text()), folder / "bench.png"
-
-
-def percent(ratios):
-    low, median, high = np.quantile(ratios, [0.25, 0.5, 0.75])
-    return [f"{median:.0%}", f"+-{(high - low) / 2:.0%}"] if high > low else [f"{median:.0%}"]
+    parts = json.loads((folder / "bench.json").read_text())
+    measured = {Setup(*map(part.pop, Setup._fields)): Result(**part) for part in parts}
+    return printed, measured, folder / "bench.png"
 
 
 @pytest.mark.gate
-def test_the_table_shows_the_ratios_of_what_was_measured(run):
+def test_the_table_shows_what_was_measured(run):
     printed, measured, _ = run
-    found = {(m["way"], m["microbatches"]): m for m in measured}
-    seconds = {key: m["seconds_per_sample"] for key, m in found.items()}
-    sizes = {key: m["bytes_of_peak_memory"] for key, m in found.items()}
-    small, full = seconds[SMALL, 1], seconds[FULL, 2]
-    assert len(small) >= 3
-    title = f"embedding: microbatches of 64 samples, XLA off, {len(small)} rounds"
-    assert printed.startswith(title)
     own = [STEPS, SIZE, RECOMPUTING]
-    assert list(found) == [(SMALL, 1), *((w, 1) for w in own), *((w, 2) for w in WAYS[1:])]
-    lines = printed.splitlines()
-    for (way, number), taken in seconds.items():
-        cells = [line.removeprefix(way).split() for line in lines if line.startswith(f"{way}  ")]
-        expected = [str(number), *percent([a / b for a, b in zip(taken, small)])]
-        if way != SMALL:
-            reference = full if number == 2 else small
-            expected += percent([a / b for a, b in zip(taken, reference)])
-        expected += [f"{found[way, number]['seconds_of_first_call']:.1f}", "s"]
-        size = sizes[way, number]
-        if number == 2 or way == SMALL:
-            expected += [f"{size / 1e6:,.0f}", "MB", f"{size / sizes[FULL, 2]:.0%}"]
-        else:
-            expected += ["-", "-"]
-        assert [line for line in cells if line[0] == str(number)] == [expected]
+    pairs = [(SMALL, 1), *((w, 1) for w in own), *((w, 2) for w in WAYS[1:])]
+    assert list(measured) == [Setup("embedding", False, *pair) for pair in pairs]
+    rounds = len(measured[Setup("embedding", False, SMALL, 1)].seconds_per_sample)
+    assert rounds >= 3
+    assert printed.startswith(f"embedding: microbatches of 64 samples, XLA off, {rounds} rounds")
+    assert printed == f"{_report.tables(measured)}\n"
+    for setup, result in measured.items():
+        has_memory = setup.microbatches == 2 or setup.way == SMALL
+        assert (result.bytes_of_peak_memory is not None) == has_memory
+        assert result.seconds_of_first_call > 0.0
 
 
 @pytest.mark.gate
 def test_memory_is_that_of_the_training_alone(run):
     """The table takes 25.6 MB, and Keras's accumulation a copy of it."""
     size = 4 * (200_000 * 32 + 33 * 64 + 65 * 10)
-    sizes = {m["way"]: m["bytes_of_peak_memory"] for m in run[1] if m["bytes_of_peak_memory"]}
+    sizes = {s.way: r.bytes_of_peak_memory for s, r in run[1].items() if r.bytes_of_peak_memory}
     assert size <= sizes[SMALL] < 4 * size
     assert 0.5 * size < sizes[KERAS] - sizes[SMALL] < 3 * size
     assert run[2].read_bytes().startswith(b"\x89PNG")
@@ -101,19 +86,15 @@ def small_case(monkeypatch):
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_does_what_it_is_called(way, small_case):
     """Of four microbatches, how many calls it takes, and after which the weights change."""
-    number = 1 if way == SMALL else 4
-    is_window = way in (FULL, SIZE, RECOMPUTING)
-    training = _measure.Training(Setup("small", False, way, number))
-    changes = []
+    setup = Setup("small", False, way, 1 if way == SMALL else 4)
+    number = setup.microbatches if setup.is_window else 1
+    training, changes = _measure.Training(setup), []
     for _ in range(4):
         before = training.model.get_weights()
-        training.run(number if is_window else 1)
-        after = training.model.get_weights()
-        changes.append(any(np.any(a != b) for a, b in zip(before, after)))
-    once = [False, False, False, True]
-    assert changes == (once if way in (KERAS, HAND, STEPS) else [True] * 4)
-    batch = next(training._batches)[0]
-    assert len(batch) == (number if is_window else 1) * small_case.rows
+        training.run(number)
+        changes.append(any(map(np.any, map(np.subtract, training.model.get_weights(), before))))
+    assert changes == ([False] * 3 + [True] if way in (KERAS, HAND, STEPS) else [True] * 4)
+    assert len(next(training._batches)[0]) == number * small_case.rows
     like = _measure.Training(Setup("small", False, way, 2), training)
     if way in (STEPS, SIZE, RECOMPUTING, FULL):
         before = int(training.model.optimizer.iterations)
@@ -228,10 +209,11 @@ def test_ratios_are_medians_over_rounds_of_the_same_round():
     assert _report.time_ratio(results, steps, FULL) == (1.0, 0.75)  # 1, 1 and 4
     assert _report.time_ratio(results, full) == (0.5, 0.0)
     assert _report.time_ratio(results, Setup("dense", False, SIZE, 1), FULL) == (1.0, 0.0)
-    table = _report.tables(results)
-    assert "125% +-75%" in table
-    assert "300 MB" in table
-    assert "150%" in table  # of the memory
+    lines = [" ".join(line.split()) for line in _report.tables(results).splitlines()]
+    assert f"{SMALL} 1 100% 1.0 s 100 MB 50%" in lines
+    assert f"{STEPS} 16 125% +-75% 100% +-75% 1.0 s 100 MB 50%" in lines
+    assert f"{STEPS} 1 100% 100% 1.0 s - -" in lines
+    assert f"{SIZE} 16 100% 200% 1.0 s 300 MB 150%" in lines
     results[steps].seconds_per_sample = []
     assert _report.time_ratio(results, steps) is None
     for result in results.values():  # as when the time is up
