@@ -16,7 +16,17 @@ import numpy as np
 import own_train_steps
 import pytest
 import tensorflow as tf
-from helpers import Applies, assert_equal, dense_data, scope, seeded, state_of, told, values_of
+from helpers import (
+    Applies,
+    assert_equal,
+    dense_data,
+    scope,
+    seeded,
+    sequential,
+    state_of,
+    told,
+    values_of,
+)
 from keras import layers, ops
 from keras.src.backend.common import global_state
 
@@ -26,18 +36,8 @@ from ga_model.check._equivalence_report import VariableDifference
 ROWS = 58  # of which the third window is partial, and its last batch or microbatch ragged
 
 
-def numbers(*shape, seed=0):
-    values = np.random.default_rng(seed).normal(size=shape)
-    return values.astype(keras.config.floatx())
-
-
 def ids(*shape):
     return np.random.default_rng(1).integers(0, 9, size=shape).astype("int32")
-
-
-def sequential(shape, *parts):
-    inputs = keras.Input(shape, dtype="int32" if isinstance(parts[0], layers.Embedding) else None)
-    return keras.Sequential([inputs, *parts])
 
 
 def stack(*middle, outputs=2):
@@ -50,9 +50,9 @@ def compiled(model, optimizer="adam", loss="mse", **arguments):
     return model
 
 
-def of_rows(model, *args, y=None):
-    """Return a model, compiled, and its data: rows of numbers, if no other targets are given."""
-    return compiled(model, *args), numbers(ROWS, 6), numbers(ROWS, 2, seed=1) if y is None else y
+def of_rows(model, *args):
+    """Return a model, compiled, and its data."""
+    return compiled(model, *args), *dense_data(ROWS, 6)
 
 
 # Models that decompose.
@@ -71,17 +71,18 @@ def transformer():
 
 def recurrent():
     lstm = layers.LSTM(4, dropout=0.2, recurrent_dropout=0.2, return_sequences=True)
-    model = sequential((5,), layers.Embedding(9, 4, mask_zero=True), lstm, layers.Dense(2))
-    tokens = ids(ROWS, 5)
+    inputs, embedding = keras.Input((5,), dtype="int32"), layers.Embedding(9, 4, mask_zero=True)
+    model, tokens = keras.Sequential([inputs, embedding, lstm, layers.Dense(2)]), ids(ROWS, 5)
     tokens[np.arange(5) > (np.arange(ROWS) // 5 % 5)[:, None]] = 0  # uneven over microbatches
-    return compiled(model, "sgd"), tokens, numbers(ROWS, 5, 2)
+    return compiled(model, "sgd"), tokens, dense_data(ROWS, outputs=10)[1].reshape(ROWS, 5, 2)
 
 
 def images():
     parts = [layers.RandomFlip(), layers.GaussianNoise(0.5), layers.Conv2D(4, 3, activation="tanh")]
     parts += [layers.GroupNormalization(2), layers.SpatialDropout2D(0.5), layers.Flatten()]
     model = sequential((8, 8, 2), *parts, layers.AlphaDropout(0.2), layers.Dense(2))
-    return compiled(model), numbers(ROWS, 8, 8, 2), numbers(ROWS, 2)
+    x, y = dense_data(ROWS, 8 * 8 * 2)
+    return compiled(model), x.reshape(ROWS, 8, 8, 2), y
 
 
 class Masks(layers.Layer):
@@ -106,7 +107,7 @@ def of_the_hardest(y_true, y_pred):
 
 def hard_mining(convert=np.asarray):
     model = compiled(stack(layers.Softmax()), loss=of_the_hardest)
-    return model, convert(numbers(ROWS, 6)), ids(ROWS, 1) % 2
+    return model, convert(dense_data(ROWS, 6)[0]), ids(ROWS, 1) % 2
 
 
 class NoiseAndStatistics(models.Draws):
@@ -125,16 +126,12 @@ def unseeded():
 def noise_on_frozen_layers():
     """The variables that train are all moved by the noise; most of the entries do not train."""
     frozen = layers.Dense(400, trainable=False)
-    return of_rows(sequential((6,), frozen, unseeded(), layers.Dense(1)), y=numbers(ROWS, 1))
-
-
-def sgd(rate):
-    return keras.optimizers.SGD(rate)
+    return of_rows(sequential((6,), frozen, unseeded(), layers.Dense(2)))
 
 
 def half_precision():
     parts = (layers.Dense(*args, dtype="mixed_float16") for args in ((64, "tanh"), (2,)))
-    return of_rows(sequential((6,), *parts), sgd(0.1))
+    return of_rows(sequential((6,), *parts), keras.optimizers.SGD(0.1))
 
 
 MODELS = {
@@ -150,8 +147,8 @@ MODELS = {
     "hard mining of sparse rows": functools.partial(hard_mining, tf.sparse.from_dense),
     "sampling": lambda: of_rows(stack(models.Draws(1.0))),
     "unseeded noise": lambda: of_rows(stack(unseeded())),
-    "diverging": lambda: of_rows(stack(), sgd(1e30)),
-    "nothing trains": lambda: of_rows(stack(models.Centers()), sgd(0.0)),
+    "diverging": lambda: of_rows(stack(), keras.optimizers.SGD(1e30)),
+    "nothing trains": lambda: of_rows(stack(models.Centers()), keras.optimizers.SGD(0.0)),
     "noise on frozen layers": noise_on_frozen_layers,
     "noise and statistics": lambda: of_rows(stack(NoiseAndStatistics(1e-3))),
 }
@@ -227,7 +224,7 @@ def test_the_verdict_is_the_known_truth(name, settings, verdict, reason, record_
 
 
 def data():
-    return numbers(96, 6), numbers(96, 2, seed=1)
+    return dense_data(96, 6)
 
 
 @pytest.mark.parametrize("update", [2, 5, 8])  # of the first, the second and the third training
