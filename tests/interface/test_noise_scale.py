@@ -85,11 +85,6 @@ def test_a_schedule_may_begin_without_a_second_microbatch():
         fit(model, x, GradientNoiseScale())  # the schedule is forgotten
 
 
-def words(noise_scale, batch_size, norm=1.0, number=1000, unit="rows"):
-    averages = Averages(noise_scale * norm, norm, batch_size, number)
-    return str(NoiseScale(averages, 0.99, unit))
-
-
 @pytest.mark.gate
 def test_a_check_in_the_middle_leaves_it_on():
     x, y = dense_data(24)
@@ -109,6 +104,14 @@ def test_a_check_in_the_middle_leaves_it_on():
     assert measured == [9, 9]
 
 
+def scale_of(*averages, unit="rows"):
+    return NoiseScale(Averages(*averages), 0.99, unit)
+
+
+def words(noise_scale, batch_size, number=1000, **unit):
+    return str(scale_of(noise_scale, 1.0, batch_size, number, **unit))
+
+
 def test_the_words_follow_from_the_paper():
     """Updates needed: 1 + B_noise / B times the least; rows: 1 + B / B_noise times the least."""
     text = words(1896.0, 128.0)
@@ -126,10 +129,6 @@ def test_the_words_follow_from_the_paper():
     assert "(mean of about the last 7 updates)" in words(9.0, 8.0, number=7)
     assert "(of one update)" in words(9.0, 8.0, number=1)
     assert "fewest tokens" in words(9.0, 8.0, unit="tokens")
-
-
-def scale_of(*averages):
-    return NoiseScale(Averages(*averages), 0.99, "rows")
 
 
 def test_the_words_hold_at_extremes():

@@ -29,8 +29,8 @@ def settings_of(model):
     return {name: getattr(model, name) for name in GIVEN}
 
 
-def set_model():
-    model = accumulate(dense_model(), **GIVEN)
+def set_model(**settings):
+    model = accumulate(dense_model(), **{**GIVEN, **settings})
     model.compile("sgd", "mse")
     return model
 
@@ -44,29 +44,19 @@ WAYS = {
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [2, "auto"])
 @pytest.mark.parametrize("changed", [{}, *({name: None} for name in GIVEN)], ids=str)
-def test_none_switches_a_setting_off_and_the_others_stay(changed, way):
-    model = set_model()
+def test_none_switches_a_setting_off_and_the_others_stay(changed, size, way):
+    model = set_model(microbatch_size=size)
     WAYS[way](model, **changed)
-    assert settings_of(model) == {**GIVEN, **{name: DEFAULT[name] for name in changed}}
+    expected = {**GIVEN, "microbatch_size": size, **{name: DEFAULT[name] for name in changed}}
+    assert settings_of(model) == expected
     WAYS[way](model, accumulation_steps=np.int64(2))
     assert (model.accumulation_steps, type(model.accumulation_steps)) == (2, int)
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("way", WAYS)
-def test_none_ends_the_search_for_a_size(way):
-    model = accumulate(dense_model(), microbatch_size="auto")
-    model.compile("sgd", "mse")
-    WAYS[way](model)
-    assert model.microbatch_size == "auto"
-    WAYS[way](model, microbatch_size=None)
-    model.train_on_batch(*dense_data(6))
-    assert model.microbatch_size is None
-
-
 def test_all_switched_off_is_plain_keras():
-    model = set_model()
+    model = set_model(microbatch_size="auto")
     accumulate(model, **dict.fromkeys(GIVEN))
     model.train_on_batch(*dense_data(6))
     assert settings_of(model) == DEFAULT
