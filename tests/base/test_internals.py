@@ -19,22 +19,15 @@ OVERRIDDEN = {
     "_maybe_symbolic_build",
     "_make_function",
 }
-OVERRIDING = [
-    "_model.py",
-    "_tensorflow_engine.py",
-    "backends/hooks.py",
-    "backends/jax/engine.py",
-    "backends/tensorflow/engine.py",
-    "backends/torch/engine.py",
-]
 # What single files may name, and no other.
 IN_FILE = {
-    **dict.fromkeys(OVERRIDING, OVERRIDDEN),  # by the model class and its base for each backend
+    "backends/hooks.py": OVERRIDDEN,
+    "backends/tensorflow/engine.py": OVERRIDDEN,
     "__init__.py": {path.stem for path in PACKAGE.glob("*.py")},  # modules that are imported late
     "base/_names.py": {"_Arguments", "_Function"},  # type variables, which are told their names
 }
 # Of named tuples and of Python; and what the copy of a compiled loss has in its `__dict__`.
-OTHERS = {"_replace", "_asdict", "_fields", "_getframe"} | {"_terms", "_calls"}
+OTHERS = {"_replace", "_asdict", "_fields", "_getframe", "_terms"}
 
 
 def is_private(name):
