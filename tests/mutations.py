@@ -23,13 +23,8 @@ from typing import NamedTuple
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 _LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "_build")
 _SECONDS = 1800  # after which a run counts as hung
-_ENVIRONMENT = {
-    "KERAS_BACKEND": "tensorflow",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-    "CUDA_VISIBLE_DEVICES": "-1",
-    # Bytecode knows a file by its size and time, which may be the same.
-    "PYTHONDONTWRITEBYTECODE": "1",
-}
+# Bytecode knows a file by its size and time, which may be the same.
+_ENVIRONMENT = {"KERAS_BACKEND": "tensorflow", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 class Mutation(NamedTuple):
