@@ -5,7 +5,6 @@ have unlike numbers of rows, some of them none. With `--replicas 2` or 3 the con
 trains on so many devices, too: here is what only several devices have.
 """
 
-import contextlib
 import dataclasses
 import functools
 import re
@@ -29,6 +28,7 @@ from helpers import (
     metrics_of_replicas_add_up,
     mirrored,
     relative_difference,
+    scope,
     seeded,
 )
 from own_train_steps import GANOfOneState, of_two
@@ -40,8 +40,8 @@ from ga_model import GradientAccumulator, accumulate
 
 def compiled(make=dense_model, replicas=1, **settings):
     """Return a model on so many replicas, on one without settings."""
-    with mirrored(replicas).scope() if replicas > 1 else contextlib.nullcontext():
-        model = accumulate(seeded(make), **settings) if replicas > 1 else seeded(make)
+    with scope(replicas):
+        model = accumulate(seeded(make), **settings) if settings else seeded(make)
         model.compile(keras.optimizers.Adam(0.01), "mse")
     return model
 
