@@ -1,34 +1,25 @@
 """Layers that treat samples one by one, as a trial of their call is to find on each backend."""
 
-import importlib
-
 import keras
 from helpers import Applies, sequential
 from keras import layers, ops
 
+from ga_model import accumulate
 from ga_model.core.layer_calls import LayerCall
 
-_NAMES = {"tensorflow": "TensorFlowBackend", "torch": "TorchBackend", "jax": "JaxBackend"}
-_BACKEND = keras.backend.backend()
 ROWS = 6
 SPLIT = None, []
 
 
-def call_of(layer, *inputs, known=None, **kwargs):
-    """Return a call that is to go by microbatches of two.
+def tried(layer, *inputs, known=None):
+    """Return why a call in training is not split, or None, and the kinds of the losses it adds.
 
     Args:
-        known: samples of a batch, for a trial.
+        known: samples of a batch, for the trial.
     """
-    adapter = importlib.import_module(f"ga_model.backends.{_BACKEND}.adapter")
-    backend = getattr(adapter, _NAMES[_BACKEND])(keras.Sequential())
-    return LayerCall(backend, layer, layer.call, inputs, kwargs, 2, lambda array: known)
-
-
-def tried(layer, *inputs, known=None):
-    """Return why a call in training is not split, or None, and the kinds of the losses it adds."""
+    backend = accumulate(keras.Sequential())._accumulation.backend
     training = {"training": True} if layer._call_has_training_arg else {}
-    call = call_of(layer, *inputs, known=known, **training)
+    call = LayerCall(backend, layer, layer.call, inputs, training, 2, lambda array: known)
     return call.analyze(True), call.kinds
 
 
