@@ -64,7 +64,7 @@ def windows_of(rows, batch_size, accumulation_steps=1, microbatch_size=None, rep
     return [list(itertools.chain(*batches[i : i + accumulation_steps])) for i in steps]
 
 
-def averages_by_formula(gradient_of, train, data, windows, epochs=1, decay=DECAY, left_out=()):
+def averages_by_formula(gradient_of, train, data, windows, epochs=1, left_out=()):
     """Return the averages by the formula.
 
     Args:
@@ -92,7 +92,7 @@ def averages_by_formula(gradient_of, train, data, windows, epochs=1, decay=DECAY
         if count > 1:
             trace = (squares - total * mean @ mean) / (count - 1)
             values = np.array([trace, mean @ mean - trace / total, total, 1.0])
-            sums = decay * sums + (1 - decay) * values
+            sums = DECAY * sums + (1 - DECAY) * values
             number += 1
     return [*(sums[:3] / sums[3]), number]
 
@@ -116,10 +116,10 @@ def measured_by_numpy(model, *args, **kwargs):
     return averages_by_formula(gradient_of, model.train_on_batch, *args, **kwargs)
 
 
-def linear_model(optimizer="sgd", *, settings, loss=None, **compile_args):
+def linear_model(optimizer="sgd", *, settings):
     head = keras.layers.Dense(1, use_bias=False)
     model = accumulate(keras.Sequential([keras.Input((FEATURES,)), head]), **settings)
-    model.compile(optimizer, loss or MeanOfOutputs(), **compile_args)
+    model.compile(optimizer, MeanOfOutputs())
     return model
 
 
