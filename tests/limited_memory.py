@@ -10,21 +10,17 @@ BACKEND = keras.backend.backend()
 
 if BACKEND == "tensorflow":
     import tensorflow as tf
-
-    def out_of_memory(text):
-        return tf.errors.ResourceExhaustedError(None, None, text)
-
 elif BACKEND == "jax":
     import jax
-
-    def out_of_memory(text):
-        return jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {text}")
-
 else:
     import torch
 
-    def out_of_memory(text):
-        return torch.cuda.OutOfMemoryError(text)
+
+def out_of_memory(text):
+    """Return the error of a failed allocation, on TensorFlow what becomes one in a graph."""
+    if BACKEND == "jax":
+        return jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {text}")
+    return torch.cuda.OutOfMemoryError(text) if BACKEND == "torch" else MemoryError(text)
 
 
 class Memory:
@@ -47,7 +43,7 @@ class Memory:
         self.limit = self.drops.pop(len(self.taken), self.limit)
         self.taken.append(rows)
         if rows > self.limit:
-            raise MemoryError if BACKEND == "tensorflow" else out_of_memory("too many rows")
+            raise out_of_memory("too many rows")
         return rows
 
 
