@@ -90,14 +90,14 @@ def train_pair(
         make, compile_args, data, rows=rows, replicas=replicas, **settings, **kwargs
     )
     assert_equal(start, begun)
+    if reference.optimizer is not None:
+        assert num_updates(model.optimizer) == num_updates(reference.optimizer)
     return model, reference, start
 
 
 def difference_of_fits(*args, **kwargs):
     """Return the relative difference of the two trainings of `train_pair`."""
     model, reference, start = train_pair(*args, **kwargs)
-    if reference.optimizer is not None:
-        assert num_updates(model.optimizer) == num_updates(reference.optimizer)
     return relative_difference(model.get_weights(), reference.get_weights(), start)
 
 

@@ -19,7 +19,6 @@ import tensorflow as tf
 from case import BUT_LOGS, MSE, SETTINGS, Case, Setting, check, sgd
 from conftest import set_dtype
 from helpers import (
-    TOLERANCE,
     Counting,
     assert_close,
     assert_equal,
@@ -27,12 +26,11 @@ from helpers import (
     dense_model,
     metrics_of_replicas_add_up,
     mirrored,
-    relative_difference,
     scope,
     seeded,
 )
 from own_train_steps import GANOfOneState, of_two
-from training import assert_equal_logs, difference_of_fits, train
+from training import assert_equal_logs, difference_of_fits, train, train_pair
 from zoo import LazilyBuilt, float8, masked_data, masked_recurrent
 
 from ga_model import GradientAccumulator, accumulate
@@ -134,15 +132,13 @@ def test_control_plain_keras_weighs_replicas_alike(float64):
     """Parts larger than the batch are the way out."""
     arguments = masked_recurrent, MSE, masked_data(25)
     assert difference_of_fits(*arguments, rows=8, steps=1, replicas=2) > 1e-2
-    difference = difference_of_fits(*arguments, rows=8, steps=1, size=8, replicas=2)
-    assert difference <= TOLERANCE[float64]
+    assert_close(*train_pair(*arguments, rows=8, steps=1, size=8, replicas=2))
 
 
 @pytest.mark.gate
 def test_float8_layers_match_the_whole_batch():
     settings = {"rows": 8, "steps": 2, "size": 2, "replicas": 2}
-    difference = difference_of_fits(float8, MSE, dense_data(48), **settings)
-    assert difference <= TOLERANCE["float32"]
+    assert_close(*train_pair(float8, MSE, dense_data(48), **settings))
 
 
 def normalized(synchronized):
@@ -344,7 +340,7 @@ def test_an_accumulator_in_a_loop_of_ones_own_matches_the_whole_window(inside, r
         update()
         update()  # an empty window changes nothing
     assert optimizer.iterations.numpy() == 6
-    assert relative_difference(model.get_weights(), reference.get_weights(), start) <= 1e-12
+    assert_close(model, reference, start)
 
 
 # What is refused.
