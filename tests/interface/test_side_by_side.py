@@ -7,7 +7,7 @@ import threading
 import keras
 import pytest
 from conftest import set_dtype
-from helpers import TOLERANCE, dense_data, dense_model, relative_difference, run_python, seeded
+from helpers import assert_close, dense_data, dense_model, run_python, seeded
 
 from ga_model import accumulate
 
@@ -21,17 +21,10 @@ def compiled(model, jit_compile=False):
     return model
 
 
-def fit(model, data, settings=None, epochs=2):
+def fit(model, data, epochs=2):
     """Train with updates of 12 rows."""
-    rows = 12 // (settings or {}).get("accumulation_steps", 1)
+    rows = 12 // getattr(model, "accumulation_steps", 1)
     model.fit(*data, batch_size=rows, epochs=epochs, shuffle=False, verbose=0)
-
-
-def difference(models, references, starts):
-    return max(
-        relative_difference(m.get_weights(), r.get_weights(), start)
-        for m, r, start in zip(models, references, starts, strict=True)
-    )
 
 
 @pytest.mark.gate
@@ -52,8 +45,9 @@ def test_two_models_train_in_two_threads(jit_compile, float64):
         fit(*args, epochs=20)
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        list(pool.map(train, models, data, SETTINGS, timeout=SECONDS))
-    assert difference(models, references, starts) <= TOLERANCE[float64]
+        list(pool.map(train, models, data, timeout=SECONDS))
+    for trained in zip(models, references, starts, strict=True):
+        assert_close(*trained)
 
 
 @pytest.mark.parametrize("outer", [{}, *SETTINGS], ids=str)
@@ -69,38 +63,38 @@ def test_a_model_inside_another_trains_by_the_outer_ones_settings(inner, outer, 
     data = dense_data(ROWS)
     (model, part), (reference, other) = seeded(lambda: make(inner, outer)), seeded(make)
     compiled(other)
-    starts = [model.get_weights(), part.get_weights()]
+    start, start_of_part = model.get_weights(), part.get_weights()
     for _ in range(2):  # the outer model, then the inner one by itself
         fit(reference, data)
-        fit(model, data, outer)
+        fit(model, data)
         inner_data = dense_data(ROWS, outputs=3)
         fit(other, inner_data)
-        fit(part, inner_data, inner)
-    assert difference([model, part], [reference, other], starts) <= TOLERANCE[float64]
+        fit(part, inner_data)
+    assert_close(model, reference, start)
+    assert_close(part, other, start_of_part)
 
 
 def train_alone(settings):
-    """Train in a process of its own, and return how far from plain Keras it ends."""
+    """Train in a process of its own as plain Keras does."""
     set_dtype("float64")
     model, reference = (compiled(seeded(dense_model)) for _ in range(2))
     accumulate(model, **settings)
     start = model.get_weights()
-    fit(model, dense_data(ROWS), settings)
-    fit(reference, dense_data(ROWS))
-    return difference([model], [reference], [start])
+    for each in (model, reference):
+        fit(each, dense_data(ROWS))
+    assert_close(model, reference, start)
 
 
-def difference_in_a_process(method):
+def train_in_a_process(method):
     with multiprocessing.get_context(method).Pool(1) as pool:
-        return pool.apply_async(train_alone, SETTINGS[:1]).get(SECONDS)
+        pool.apply_async(train_alone, SETTINGS[:1]).get(SECONDS)
 
 
 SCRIPT = """
 import sys
 sys.path[:0] = "tests", "tests/interface"
-import test_side_by_side as tests
-difference = tests.difference_in_a_process({method!r})
-assert difference <= tests.TOLERANCE["float64"], difference
+import test_side_by_side
+test_side_by_side.train_in_a_process({method!r})
 """
 
 
