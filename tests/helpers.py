@@ -185,10 +185,10 @@ def sequential(shape, *parts):
     return keras.Sequential([keras.Input(shape), *parts])
 
 
-def dense_model(features=4, outputs=2):
+def dense_model(outputs=2):
     """A small smooth model: every gradient is far from zero."""
     hidden = keras.layers.Dense(6, activation="tanh")
-    return sequential((features,), hidden, keras.layers.Dense(outputs))
+    return sequential((4,), hidden, keras.layers.Dense(outputs))
 
 
 def dense_data(rows, features=4, outputs=2, seed=3):

@@ -105,10 +105,9 @@ def compiled_for_weights(model, **arguments):
 
 def measured_by_numpy(model, *args, **kwargs):
     """Train a plain model on whole windows, and return the averages by the formula."""
-    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
 
     def gradient_of(ids, y, weights):
-        found = gradients_of(model, lambda: loss(y, model(ids), weights))
+        found = gradients_of(model, lambda: model.loss(y, model(ids), weights))
         return np.concatenate(
             [np.asarray(keras.ops.convert_to_numpy(g), "float64").ravel() for g in found]
         )

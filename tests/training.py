@@ -123,9 +123,9 @@ def rounded(data, seed):
     return tuple(keras.tree.map_structure(moved, part) for part in data)
 
 
-def assert_equal_logs(model, reference, rtol=1e-5):
+def assert_equal_logs(model, reference):
     """Compare what the last `fit` of each has logged."""
     logs, expected = model.history.history, reference.history.history
     assert list(logs) == list(expected)
     for name, values in logs.items():
-        np.testing.assert_allclose(values, expected[name], rtol=rtol, atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(values, expected[name], rtol=1e-5, atol=1e-7, err_msg=name)

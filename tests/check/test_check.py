@@ -40,9 +40,9 @@ def ids(*shape):
     return np.random.default_rng(1).integers(0, 9, size=shape).astype("int32")
 
 
-def stack(*middle, outputs=2):
+def stack(*middle):
     hidden = layers.Dense(12, activation="relu")
-    return sequential((6,), hidden, *middle, layers.Dense(outputs, name="head"))
+    return sequential((6,), hidden, *middle, layers.Dense(2, name="head"))
 
 
 def compiled(model, optimizer="adam", loss="mse", **arguments):

@@ -18,18 +18,18 @@ from ga_model import AccumulatingModel, accumulate
 WAYS = [{"rows": 4, "steps": 3}, {"rows": 12, "size": 4}]
 
 
-def images(rows, classes=3, size=32):
+def images(rows, size=32):
     generator = np.random.default_rng(1)
     x = generator.normal(size=(rows, size, size, 3)).astype(keras.config.floatx())
-    return x, generator.integers(0, classes, rows)
+    return x, generator.integers(0, 3, rows)
 
 
-def tokens(rows, length=8, vocabulary=11):
-    """Return ids and a padding mask of 1 to `length` valid tokens, in very unequal batches."""
+def tokens(rows):
+    """Return ids and a padding mask of 1 to 8 valid tokens, in very unequal batches."""
     generator = np.random.default_rng(2)
-    ids = generator.integers(1, vocabulary, size=(rows, length)).astype("int32")
-    lengths = 1 + (np.arange(rows) // 4 * 3) % length
-    mask = np.arange(length) < lengths[:, None]
+    ids = generator.integers(1, 11, size=(rows, 8)).astype("int32")
+    lengths = 1 + (np.arange(rows) // 4 * 3) % 8
+    mask = np.arange(8) < lengths[:, None]
     return ids, mask.astype("int32")
 
 
