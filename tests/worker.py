@@ -69,16 +69,15 @@ def die(*args):
 
 
 def save(path, model, **more):
-    weights = {f"weight{i}": weight for i, weight in enumerate(model.get_weights())}
-    np.savez(path, **weights, **more)
+    np.savez(path, *model.get_weights(), **more)
 
 
 def load(path):
     """Return the weights, and what was saved with them."""
     with np.load(path) as saved:
         arrays = dict(saved)
-    number = sum(name.startswith("weight") for name in arrays)
-    return [arrays.pop(f"weight{i}") for i in range(number)], arrays
+    weights = [name for name in arrays if name.startswith("arr_")]  # in their order
+    return [arrays.pop(name) for name in weights], arrays
 
 
 if __name__ == "__main__":
