@@ -58,30 +58,19 @@ def make():
     return sequential((None, 3), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(2))
 
 
-class Probe(keras.callbacks.Callback):
-    """Notes the memory of the process now and then, in bytes."""
-
-    def __init__(self):
-        super().__init__()
-        self.memory = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch % 500 == 0:
-            gc.collect()
-            self.memory.append(psutil.Process().memory_info().rss)
-
-
 @pytest.mark.parametrize("number", [2_000, in_the_sweep(10_000)])
 def test_windows_of_changing_sizes_and_shapes(number, float64):
-    traced = []
+    traced, memory = [], []
 
     class Counted(keras.Sequential):
         def train_step(self, data):
             traced.append(data)
             return super().train_step(data)
 
-    def make_counted():
-        return Counted([keras.Input((None, 3)), *make().layers])
+    def note_memory(batch, logs):
+        if batch % 500 == 0:
+            gc.collect()
+            memory.append(psutil.Process().memory_info().rss)
 
     def compiled(model):
         rate = keras.optimizers.schedules.CosineDecay(0.01, number, alpha=0.1)
@@ -89,17 +78,18 @@ def test_windows_of_changing_sizes_and_shapes(number, float64):
         return model
 
     reference = compiled(seeded(make))
-    model = compiled(accumulate(seeded(make_counted)))
+    model = seeded(lambda: Counted([keras.Input((None, 3)), *make().layers]))
+    model = compiled(accumulate(model))
     model.optimizer.build(model.trainable_variables)
     start = model.get_weights()
-    probe = Probe()
-    callbacks = [AccumulationScheduler(schedule_of(number), by="update"), probe]
+    notes = keras.callbacks.LambdaCallback(on_train_batch_end=note_memory)
+    callbacks = [AccumulationScheduler(schedule_of(number), by="update"), notes]
     data = dataset(batches, number, batches_of(number))
     model.fit(data, callbacks=callbacks, shuffle=False, verbose=0)
     reference.fit(dataset(windows, number, number), shuffle=False, verbose=0)
     assert model.optimizer.iterations == reference.optimizer.iterations == number
     assert len(traced) <= 10  # of a trial, and one for each way to run and length
-    quarter = len(probe.memory) // 4
-    growth = max(probe.memory[quarter:]) - probe.memory[quarter]
+    quarter = len(memory) // 4
+    growth = max(memory[quarter:]) - memory[quarter]
     assert growth < 100 * number  # 0.07 MB was measured; a scalar tensor per window is more
     assert_close(model, reference, start)
