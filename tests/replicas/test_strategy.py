@@ -213,13 +213,10 @@ def test_microbatches_of_a_batch_are_summed_before_replicas_are(float64):
 
 @pytest.mark.gate
 def test_nothing_is_traced_again(float64):
-    with mirrored(2).scope():
-        model = accumulate(Counting(), accumulation_steps=2)
-        model.compile("adam", "mse")
-    x, y = dense_data(29)
+    model = compiled(Counting, 2, accumulation_steps=2)
     for steps in (2, 3):
         model.accumulation_steps = steps
-        model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+        model.fit(*dense_data(29), batch_size=8, epochs=2, verbose=0)
         assert model.traces == 2  # one for each replica
 
 
