@@ -14,15 +14,10 @@ from ga_model import AccumulationScheduler, accumulate
 pytestmark = pytest.mark.gate
 
 
-def schedule_of(number):
-    tenth = number // 10
-    return {0: 1, tenth: 3, 3 * tenth: 2, 6 * tenth: 4, 9 * tenth: 1}
-
-
-def batches_of(number):
-    schedule = schedule_of(number)
-    ends = [*list(schedule)[1:], number]
-    return sum(steps * (end - begin) for (begin, steps), end in zip(schedule.items(), ends))
+def steps_of(number):
+    """Return how many batches each of so many windows has."""
+    tenths = np.array([1, 2, 3, 3, 1])
+    return np.repeat([1, 3, 2, 4, 1], tenths * number // 10).tolist()
 
 
 def batches(number):
@@ -30,15 +25,14 @@ def batches(number):
     generator = np.random.default_rng(0)
     shapes = generator.integers([1, 1], [9, 6], size=(97, 2))
     pool = [(generator.normal(size=(*s, 3)), generator.normal(size=(*s, 2))) for s in shapes]
-    for i in range(batches_of(number)):
+    for i in range(sum(steps_of(number))):
         yield pool[i % len(pool)]
 
 
 def windows(number):
     """Yield the same rows, those of a window at a time."""
     remaining = batches(number)
-    for update in range(number):
-        steps = [steps for begin, steps in schedule_of(number).items() if begin <= update][-1]
+    for steps in steps_of(number):
         window = [next(remaining) for _ in range(steps)]
         yield tuple(np.concatenate([flat(part[i]) for part in window]) for i in range(2))
 
@@ -83,8 +77,9 @@ def test_windows_of_changing_sizes_and_shapes(number, float64):
     model.optimizer.build(model.trainable_variables)
     start = model.get_weights()
     notes = keras.callbacks.LambdaCallback(on_train_batch_end=note_memory)
-    callbacks = [AccumulationScheduler(schedule_of(number), by="update"), notes]
-    data = dataset(batches, number, batches_of(number))
+    steps = steps_of(number)
+    callbacks = [AccumulationScheduler(lambda update: steps[update], by="update"), notes]
+    data = dataset(batches, number, sum(steps))
     model.fit(data, callbacks=callbacks, shuffle=False, verbose=0)
     reference.fit(dataset(windows, number, number), shuffle=False, verbose=0)
     assert model.optimizer.iterations == reference.optimizer.iterations == number
