@@ -112,9 +112,6 @@ def test_a_number_of_samples_that_the_graph_knows_is_told_from_a_length(size, fl
 
 def test_batches_of_a_window_may_have_different_lengths(float64):
     """Positions are then those of the full batch, which is padded to the longest."""
-    generator = np.random.default_rng(3)
-    parts = [generator.integers(0, 9, size=(4, n)) for n in (3, 6, 4)]
-    targets = [generator.normal(size=(4, n, 2)) for n in (3, 6, 4)]
 
     def make():
         return tokens_and("positions", length=None, pools=False)
@@ -124,15 +121,15 @@ def test_batches_of_a_window_may_have_different_lengths(float64):
     start = model.get_weights()
     for m in (model, reference):
         m.compile(keras.optimizers.Adam(0.01), loss)
-    for x, y in zip(parts, targets):
-        model.train_on_batch(x, y, np.ones(x.shape))
-
-    def padded(arrays):
-        pads = [(0, 0), (0, 0)]
-        parts = [np.pad(a, [pads[0], (0, 6 - a.shape[1]), *pads][: a.ndim]) for a in arrays]
-        return np.concatenate(parts)
-
-    reference.train_on_batch(*map(padded, (parts, targets, [np.ones(x.shape) for x in parts])))
+    generator = np.random.default_rng(3)
+    full_batch = np.zeros((12, 6), int), np.zeros((12, 6, 2)), np.zeros((12, 6))
+    for begin, length in ((0, 3), (4, 6), (8, 4)):
+        batch = [array[begin : begin + 4, :length] for array in full_batch]
+        batch[0][:] = generator.integers(0, 9, size=(4, length))
+        batch[1][:] = generator.normal(size=(4, length, 2))
+        batch[2][:] = 1.0
+        model.train_on_batch(*batch)
+    reference.train_on_batch(*full_batch)
     assert_close(model, reference, start)
 
 
