@@ -39,8 +39,7 @@ def runs_here(block):
 
 def run_page(name, tmp_path):
     text = (ROOT / name).read_text()
-    blocks = [block for block in python_blocks(text) if runs_here(block)]
-    return run(tmp_path, blocks) if blocks else {}
+    return run(tmp_path, filter(runs_here, python_blocks(text)))
 
 
 def test_the_readmes_examples_run(tmp_path, capsys):
@@ -94,12 +93,8 @@ def test_a_pages_examples_run(name, tmp_path, capsys):
 
 
 def test_every_page_with_examples_is_run():
-    with_examples = {
-        name
-        for name in PAGES
-        if any(runs_here(block) for block in python_blocks((ROOT / name).read_text()))
-    }
-    assert with_examples == set(RESULTS)
+    blocks = {name: python_blocks((ROOT / name).read_text()) for name in PAGES}
+    assert {name for name in PAGES if any(map(runs_here, blocks[name]))} == set(RESULTS)
 
 
 @pytest.mark.every_case
