@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import zoo
 from case import sgd
-from helpers import Batches, dense_data, dense_model, seeded, set_random_seed, told
+from helpers import Batches, dense_data, dense_model, seeded, sequential, set_random_seed, told
 from noise import DECAY, FEATURES, averages_by_formula, linear_model, normal_rows
 
 from ga_model import GradientAccumulator, GradientNoiseScale, accumulate
@@ -202,28 +202,8 @@ def error_of(call):
     return "nothing"
 
 
-class InOne(keras.callbacks.Callback):
-    """Changes a model in one process at the end of an epoch."""
-
-    def __init__(self, rank, change):
-        super().__init__()
-        self.rank, self.change = rank, change
-
-    def on_epoch_end(self, epoch, logs=None):
-        if self.rank == 0:
-            self.change(self.model)
-
-
-def stop(model):
-    model.stop_training = True
-
-
-def slow(model):
-    model.optimizer.learning_rate = 0.01
-
-
 def regularized():
-    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, kernel_regularizer="l2")])
+    return sequential((4,), keras.layers.Dense(2, kernel_regularizer="l2"))
 
 
 def errors(rank, size):
@@ -236,6 +216,13 @@ def errors(rank, size):
     def fit_error(*callbacks, epochs=2, **kwargs):
         fit = {"batch_size": 4, "verbose": 0, "epochs": epochs, "callbacks": list(callbacks)}
         return error_of(lambda: model_of(**STEPS, **kwargs).fit(x, y, **fit))
+
+    def in_one(change):
+        """Return a callback that changes the model of one process after an epoch."""
+        changes = keras.callbacks.Callback()
+        if rank == 0:
+            changes.on_epoch_end = lambda epoch, logs=None: change(changes.model)
+        return changes
 
     def loop_error(number, process_group):
         variables = seeded(dense_model).trainable_variables
@@ -255,8 +242,8 @@ def errors(rank, size):
         "choice by name": error_of(lambda: model_of(group="world")),
         "other weights": fit_error(seed=rank),
         "other epochs": fit_error(epochs=1 + rank),
-        "stopped": fit_error(InOne(rank, stop)),
-        "slowed": fit_error(InOne(rank, slow)),
+        "stopped": fit_error(in_one(lambda model: setattr(model, "stop_training", True))),
+        "slowed": fit_error(in_one(lambda model: setattr(model.optimizer, "learning_rate", 0.01))),
         "noise of one": fit_error(*[GradientNoiseScale()][rank:]),
         "regularized sum": fit_error(make=regularized, compile_args=SUM),
         "no batch": fit_error(),
