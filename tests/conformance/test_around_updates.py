@@ -1,6 +1,7 @@
 """All that is around an update is that of plain Keras on the full batch, on any backend."""
 
 import copy
+import functools
 import importlib.util
 import itertools
 import pickle
@@ -761,6 +762,26 @@ def test_what_shows_nothing_new_is_tried_once(loss, setting, monkeypatch):
     model.compile("sgd", loss, metrics=["mae"])
     model.fit(*dense_data(48), batch_size=8, epochs=2, verbose=0)
     assert tried == ["of_step"]
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="traces nothing")
+@pytest.mark.parametrize("setting", [{"microbatch_size": 4}, WINDOWS])
+def test_the_first_batch_traces_a_model_no_more_often_than_in_plain_keras(setting, monkeypatch):
+    traced, call = [], layers.Dense.call
+
+    @functools.wraps(call)
+    def counting(layer, inputs, training=None):
+        traced.append(layer)
+        return call(layer, inputs, training)
+
+    monkeypatch.setattr(layers.Dense, "call", counting)
+    num_traces = []
+    for settings in ({}, setting):
+        traced.clear()
+        model = compiled(lambda: sequential((4,), layers.Dense(2)), **settings)
+        model.fit(*dense_data(40), batch_size=8, verbose=0)
+        num_traces.append(len(traced))
+    assert num_traces[1] <= num_traces[0]
 
 
 def nearly_a_mean(y, z):

@@ -313,7 +313,8 @@ class TensorFlowBackend(Backend):
         left = [part for part in optimizers_in(vars(model)) if not part.built]
 
         def step(data: Nest) -> None:
-            with unrecorded(), _built_outside.of(left):
+            unseen = tf.variable_creator_scope(optimizers.create_unseen)
+            with unrecorded(), _built_outside.of(left), unseen:
                 self.run_step(data)
 
         # Layers show the shapes.
@@ -372,7 +373,8 @@ _built_outside = MethodPatch(
 def _know_number(specs: Sequence[tf.TypeSpec]) -> bool:
     """Return whether the specs of a dataset have the number of samples of a batch."""
     shapes = [getattr(spec, "shape", None) for spec in specs]
-    return all(shape.rank is not None and None not in shape[:1] for shape in shapes if shape)
+    known = [shape for shape in shapes if shape is not None]
+    return all(shape.rank is not None and None not in shape[:1] for shape in known)
 
 
 def _is_made_of_parts(name: Name) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import tensorflow as tf
@@ -15,6 +16,7 @@ from ga_model.base._types import Gradient, Logs, Nest, Tensor
 
 if TYPE_CHECKING:
     from ga_model.backends.tensorflow.adapter import TensorFlowBackend
+    from ga_model.backends.tensorflow.replicas import Replicas
     from ga_model.core.window import Sums
 
 
@@ -60,7 +62,7 @@ class Compiled:
         if shared is None:
             return self._run_on(tensors)
         each = shared.per_replica(tensors)
-        return shared.together(self._traced_for(each)(*each))
+        return shared.together(self._traced_for(each)(*map(_plain, each)))
 
     def _run_on_held(self, sums: list[Gradient], *others: Nest) -> tuple[Sums, Logs]:
         held = self._backend.held.hold(sums)
@@ -76,7 +78,7 @@ class Compiled:
         leaves = [leaf for leaf in tf.nest.flatten(arguments) if leaf is not None]
         if all(isinstance(leaf, tf.Tensor) for leaf in leaves):
             return call_flat(traced, leaves)
-        return traced(*arguments)
+        return traced(*_plain(arguments))
 
     def shapes(self, arguments: tuple[Nest, ...]) -> Nest:
         """Return the shapes of the function's results on one replica, without running it."""
@@ -86,9 +88,10 @@ class Compiled:
         return outputs if self._backend.replicas is None else outputs[0]
 
     def _call(self, *arguments: Nest) -> Nest:
-        is_any = [isinstance(argument, AnySamples) for argument in arguments]
-        with self._backend.is_for_any_samples.set(any(is_any)):
-            return self._function(*(a.data if yes else a for a, yes in zip(arguments, is_any)))
+        shapes = [leaf.shape for leaf in tf.nest.flatten(arguments) if tf.is_tensor(leaf)]
+        is_any = any(shape.rank and shape[0] is None for shape in shapes)
+        with self._backend.is_for_any_samples.set(is_any):
+            return self._function(*arguments)
 
     def _call_on_held(self, unheld: list[Gradient], *others: Nest) -> tuple[Sums, Logs]:
         """Call the function on the sums that variables hold, and write the new sums to them."""
@@ -104,14 +107,13 @@ class Compiled:
         return after._replace(gradients=gradients), logs
 
     def _call_on_replicas(self, *each: tuple[Nest, ...]) -> list[Nest]:
-        assert self._backend.replicas is not None
-        return self._backend.replicas.run(self._call, each)
+        return cast("Replicas", self._backend.replicas).run(self._call, each)
 
     def _traced_for(self, each: list[tuple[Nest, ...]]) -> tf.types.experimental.ConcreteFunction:
         """Return the trace for the arguments of each replica, or of the only one."""
         key = tuple(key_of_nest(arguments) for arguments in each)
         if key not in self._traced:
-            of_each = [tuple(map(specs_of, arguments)) for arguments in each]
+            of_each = list(map(_specs_of, each))
             specs = of_each[0] if self._backend.replicas is None else of_each
             self._traced[key] = self._run.get_concrete_function(*specs)
             self._backend.note_variables(self._traced[key].graph)
@@ -180,10 +182,19 @@ class AnySamples(NamedTuple):
     data: Nest
 
 
-def specs_of(argument: Nest) -> Nest:
-    """Return type specs for the tensors of an argument."""
-    is_any = isinstance(argument, AnySamples)
-    return tf.nest.map_structure(lambda leaf: _spec(leaf, is_any), argument)
+def _plain(arguments: tuple[Nest, ...]) -> tuple[Nest, ...]:
+    """Return arguments in the structure in which other functions pass them on."""
+    return tuple(a.data if isinstance(a, AnySamples) else a for a in arguments)
+
+
+def _specs_of(arguments: tuple[Nest, ...]) -> tuple[Nest, ...]:
+    """Return type specs for the tensors of arguments."""
+    is_any = [isinstance(argument, AnySamples) for argument in arguments]
+    pairs = zip(_plain(arguments), is_any)
+    return tuple(
+        tf.nest.map_structure(functools.partial(_spec, is_any=yes), argument)
+        for argument, yes in pairs
+    )
 
 
 def _spec(leaf: Tensor | None, is_any: bool) -> tf.TypeSpec | None:

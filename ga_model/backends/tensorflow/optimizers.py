@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,15 @@ from ga_model.core.backend_types import Applied
 from ga_model.core.window import Largest, Rows
 
 
+def create_unseen(next_creator: Callable[..., tf.Variable], **settings: Any) -> tf.Variable:
+    """Create a variable that `tf.function` does not notice, for `tf.variable_creator_scope`.
+
+    It traces a function again if it notices that the first trace created variables.
+    """
+    with tf.init_scope():
+        return next_creator(**{**settings, "experimental_enable_variable_lifting": False})
+
+
 def build_outside(
     optimizer: keras.optimizers.Optimizer,
     build: Callable[..., None],
@@ -24,15 +34,10 @@ def build_outside(
 
     With `is_seen`, `tf.function` notices the new variables and traces again.
     """
-
-    def create(next_creator: Callable[..., tf.Variable], **settings: Any) -> tf.Variable:
-        if not is_seen:
-            settings = {**settings, "experimental_enable_variable_lifting": False}
-        return next_creator(**settings)
-
+    unseen = contextlib.nullcontext() if is_seen else tf.variable_creator_scope(create_unseen)
     with (
         tf.init_scope(),
-        tf.variable_creator_scope(create),
+        unseen,
         keras.name_scope(optimizer.name, caller=optimizer),
     ):
         try:
