@@ -242,9 +242,8 @@ def _shape_message(gradient: Tensor, variable: keras.Variable) -> str:
 
 def _other_variables_message() -> str:
     return (
-        "All gradients of a window must belong to the same variables, in the same order. "
-        "Received: different variables. Call `reset()` first, or create a "
-        "`GradientAccumulator` per list."
+        "All gradients of a `GradientAccumulator` must belong to the same variables, in the same "
+        "order. Received: different variables. Create one for each list of variables."
     )
 
 
