@@ -149,7 +149,7 @@ class Case:
         fit: further arguments of `fit`.
         samples: of an epoch.
         expects: `Warns` or `Refused`, by the name of a setting, "within" or "across" (batches), or
-            such a name behind a backend and a colon; all else is exact, without a warning.
+            that of a backend; all else is exact, without a warning.
         falls_short: what happens instead for now, by the same names.
         compares: what has to be that of the full batch.
         precision: the policy's, where it is neither float32 nor float64.
@@ -172,10 +172,7 @@ class Case:
     def of_setting(self, table, setting, default):
         """Return what a table by settings and backends has for one, the closest name first."""
         place = "within" if SETTINGS[setting].is_within else "across"
-        for name in (setting, place):
-            if name in table:
-                return table[name]
-        return table.get(BACKEND, default)
+        return table.get(setting, table.get(place, table.get(BACKEND, default)))
 
 
 class Trained(NamedTuple):
@@ -204,8 +201,8 @@ class Trained(NamedTuple):
 
 def values_of(variables):
     """Return copies of the values of variables: float64, or integers and booleans."""
-    values = [ops.convert_to_numpy(variable) for variable in variables]
-    return [np.array(v, None if v.dtype.kind in "iub" else "float64") for v in values]
+    values = helpers.values_of(variables)
+    return [v if v.dtype.kind in "iub" else v.astype("float64") for v in values]
 
 
 def state_of(model):
@@ -237,7 +234,7 @@ class OfUpdates(keras.callbacks.Callback):
         seen = min((batch + 1) * self.rows, self.samples)
         if seen % WINDOW == 0 or seen == self.samples:
             self.seen[self.epoch, seen] = {
-                name: keras.ops.convert_to_numpy(value) for name, value in logs.items()
+                name: ops.convert_to_numpy(value) for name, value in logs.items()
             }
 
 
@@ -293,13 +290,9 @@ def differences(found, expected, start):
     }
 
 
-def plain(case):
-    """Return the state that a case starts with, and what plain Keras makes of it."""
-    return _plain(case, keras.config.dtype_policy().name, keras.config.floatx())
-
-
 @functools.lru_cache(maxsize=4)
-def _plain(case, policy, floatx):
+def plain(case, dtype):
+    """Return the state that a case starts with, and what plain Keras makes of it in a precision."""
     data = case.data(case.samples)
     model = seeded(case.make)
     if not model.built:
@@ -315,11 +308,12 @@ def roundings(case, dtype):
     at most so far from each other. Then with the samples of each batch in another order, and with
     all numbers of the data off by a rounding.
     """
-    start, expected = plain(case)
+    start, expected = plain(case, dtype)
     data = case.data(case.samples)
     if dtype.startswith("mixed"):
         set_dtype("float32")
-        other = trained(dataclasses.replace(case, compile=scaled(case, dtype)), data, 12)
+        scales = functools.partial(scaled, case.compile, dtype)
+        other = trained(dataclasses.replace(case, compile=scales), data, 12)
         set_dtype(dtype)
         yield {name: 3 * value for name, value in differences(other, expected, start).items()}
     for changed in (
@@ -329,16 +323,12 @@ def roundings(case, dtype):
         yield differences(trained(case, changed, 12), expected, start)
 
 
-def scaled(case, dtype):
+def scaled(compile_args, dtype):
     """Return arguments of `compile` with the optimizer that Keras makes for a precision."""
-
-    def arguments():
-        given = case.compile()
-        if dtype == "mixed_float16":
-            given["optimizer"] = keras.optimizers.LossScaleOptimizer(given["optimizer"])
-        return given
-
-    return arguments
+    given = compile_args()
+    if dtype == "mixed_float16":
+        given["optimizer"] = keras.optimizers.LossScaleOptimizer(given["optimizer"])
+    return given
 
 
 def new_warnings(found, expected):
@@ -354,7 +344,7 @@ def compared(case, setting, dtype, compares):
         The new warnings, all differences, and those that are more than what is allowed, beside it.
     """
     rows, settings, _ = SETTINGS[setting]
-    start, expected = plain(case)
+    start, expected = plain(case, dtype)
     assert_changed(expected.weights, start.weights)
     found = trained(case, case.data(case.samples), rows, **settings)
     seen = differences(found, expected, start)
