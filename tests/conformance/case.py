@@ -137,6 +137,13 @@ TRIED = "does not train as the full batch"
 # What is said where weights are those of the full batch.
 LOGGED = "trains as the full batch, but logs other numbers"
 
+DIFFERS = {"across": Warns(TRIED)}
+
+
+def whole(text="cannot be split into"):
+    """Return what is expected where a call runs on the full batch."""
+    return {"within": Warns(text, ALL)}
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:

@@ -7,7 +7,7 @@ import itertools
 import keras
 import numpy as np
 import zoo
-from case import BACKEND, TRIED, USUAL, Case, FallsShort, Refused, Warns, sgd
+from case import BACKEND, DIFFERS, TRIED, USUAL, Case, FallsShort, Refused, Warns, sgd
 from helpers import dense_data, dense_model, ruled
 from keras import layers, ops
 
@@ -248,7 +248,7 @@ UNLIKE = {
     "two sample weights": (two_sequences, OF_WEIGHTS, lambda n: weighted_data(n, (1, 5))),
     "a part that one leaves out": (two_sequences, OF_WEIGHTS, nothing_in_the_first_part),
 }
-TERMS = Warns("The terms of|average over different things|add_loss")
+TERMS = Warns("The terms of this loss average over")
 CASES |= {
     name: Case(
         make,
@@ -482,14 +482,9 @@ UNSEEN = dict.fromkeys(
 )
 
 
-COMPARES = (
-    "add up to the full-batch gradient only if the loss is a (mean or a )?sum over samples|" + TRIED
-)
-
-
 def compares(loss, **kwargs):
     """Return a case of a loss that compares samples, which is exact within a batch."""
-    return own(loss, data=positive, expects={"across": Warns(COMPARES)}, **kwargs)
+    return own(loss, data=positive, expects=DIFFERS, **kwargs)
 
 
 CASES |= {
@@ -503,7 +498,7 @@ CASES |= {
     "own loss: of batches of four": own(by_four, samples=24, settings=("windows",)),
     "own loss: a sum of means": own((lambda: SumOfMeans(reduction="sum"),)),
     "own loss: divides by its moving average": own(
-        (DividesByItsAverage,), expects={} if BACKEND == "jax" else {"across": Warns(TRIED)}
+        (DividesByItsAverage,), expects={} if BACKEND == "jax" else DIFFERS
     ),
     **{
         f"own loss: passes on to Keras, {reduction}": calls(
@@ -527,7 +522,7 @@ CASES |= {
             loss,
             0.005 if loss is total else 0.05,
             settings=("added up",),
-            expects={} if loss in (mean, total) else {"within": Warns(COMPARES)},
+            expects={} if loss in (mean, total) else {"within": Warns(TRIED)},
         )
         for loss in (mean, total, contrastive)
     },
@@ -538,15 +533,12 @@ CASES |= {
         falls_short=EMPTY,
     ),
     "own loss: a root of Keras's number": calls(
-        lambda k, *given: ops.sqrt(k(*given)), expects={"across": Warns(COMPARES)}
+        lambda k, *given: ops.sqrt(k(*given)), expects=DIFFERS
     ),
     "own loss: a sum beside Keras's number": calls(
-        lambda k, y, z, w: k(y, z, w) + 0.01 * ops.sum(ops.square(z)),
-        expects={"across": Warns(COMPARES)},
+        lambda k, y, z, w: k(y, z, w) + 0.01 * ops.sum(ops.square(z)), expects=DIFFERS
     ),
-    "own loss: weighs by the largest": calls(
-        weighs_by_the_largest, expects={"across": Warns(COMPARES)}
-    ),
+    "own loss: weighs by the largest": calls(weighs_by_the_largest, expects=DIFFERS),
     # All is left to the regularizers, as Python's number.
     "own loss: nothing": own(
         lambda y, z: 0.0, make=zoo.regularized, backends=("tensorflow", "jax")
@@ -804,9 +796,7 @@ def empty_later(loss, is_own=False, expects=None, **kwargs):
 
 
 CASES |= {
-    f"empty later, {how}: {name}": empty_later(
-        loss, is_own, {"across": Warns(TRIED)} if name in LOST else {}
-    )
+    f"empty later, {how}: {name}": empty_later(loss, is_own, DIFFERS if name in LOST else {})
     for name, loss in (LOST | KEPT).items()
     for how, is_own in {"compiled": False, "own": True}.items()
 }
@@ -827,7 +817,7 @@ def of_all_over_positives(y, z):
 CASES |= {
     "few positives: of_all_over_positives": empty_later(
         of_all_over_positives,
-        expects={"across": Warns(TRIED)},
+        expects=DIFFERS,
         data=few_positives,
         samples=48,
     ),
@@ -851,9 +841,7 @@ def of_each_task(y, z):
     return ops.mean(ops.sum(squares, axis=0) / ops.maximum(numbers, 1.0))
 
 
-CASES["targets that are missing"] = empty_later(
-    of_each_task, expects={"across": Warns(TRIED)}, data=some_missing
-)
+CASES["targets that are missing"] = empty_later(of_each_task, expects=DIFFERS, data=some_missing)
 CASES |= {  # it makes an update with gradients of zero, as plain Keras does
     f"an empty window: {loss.__name__}": empty_later(
         loss,

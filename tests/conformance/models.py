@@ -7,7 +7,7 @@ import itertools
 import keras
 import numpy as np
 import zoo
-from case import ALL, MSE, TRIED, Case, Refused, Warns, sgd
+from case import ALL, DIFFERS, MSE, TRIED, Case, Refused, Warns, sgd, whole
 from helpers import Applies, averages_activities, dense_data, dense_model, sequential
 from keras import layers, ops
 
@@ -45,21 +45,14 @@ def token_loss():
 
 
 # What is said of a layer that combines samples: nothing is inexact within a batch.
-WHOLE = Warns("cannot be split into", ALL)
-COMBINES = {"across": Warns(TRIED), "within": WHOLE}
-CLIPS = {
-    "across": Warns(TRIED),
-    "both": Warns(f"{TRIED}|cannot be split into"),
-    "within": Warns("custom gradient that combines samples", ALL),
-}
-WRITES = {
-    "across": Warns(f"{TRIED}|cannot be split into"),
-    "within": Warns(r"cannot be split into.*it writes to \[", ALL),
-}
+EITHER = Warns(f"{TRIED}|cannot be split into")
+COMBINES = {**DIFFERS, "both": EITHER, **whole()}
+CLIPS = {**COMBINES, **whole("custom gradient that combines samples")}
+WRITES = {"across": EITHER, **whole(r"cannot be split into.*it writes to \[")}
 AVERAGES = Warns("Their running averages are updated once per update", ("variables",))
 MORE = ("windows", "recomputed", "batches of one", "microbatches of one")
 MORE += ("recomputed windows", "left out")
-IN_ONE_BATCH = {"settings": ("split", "recomputed"), "expects": {"within": WHOLE}}
+IN_ONE_BATCH = {"settings": ("split", "recomputed"), "expects": whole()}
 
 
 class Branches(layers.Layer):
@@ -135,10 +128,7 @@ class MovesItself(layers.BatchNormalization):
 
 CASES["batch normalization that moves itself"] = Case(
     lambda: sequential((4,), MovesItself(name="bn"), layers.Dense(2)),
-    expects={
-        "within": WHOLE,
-        "across": Warns(rf"{TRIED}|cannot be split into|\['bn'\].*once per microbatch"),
-    },
+    expects={**whole(), "across": Warns(rf"{TRIED}|\['bn'\].*once per microbatch")},
     settings=("split", "windows"),
 )
 
@@ -352,15 +342,11 @@ def of_each_sample(x):
     return 0.01 * ops.mean(ops.square(x), axis=-1)
 
 
-class Stores(layers.Layer):
+class Stores(layers.Dense):
     """Keeps its output where a step may find it."""
 
-    def build(self, shape):
-        self.inner = layers.Dense(shape[-1], activation="tanh")
-        self.inner.build(shape)
-
     def call(self, x):
-        self.kept = self.inner(x)
+        self.kept = super().call(x)
         return self.kept
 
 
@@ -472,7 +458,7 @@ def behind_zeros(base=keras.Sequential, compile_args=MSE):
         hidden = [layers.Dense(5, activation="tanh"), Centers()]
         return base([keras.Input((4,)), *hidden, layers.Dense(2, kernel_initializer="zeros")])
 
-    expects = {**COMBINES, "within": Warns("cannot be split.*Training is exact", ALL)}
+    expects = {**COMBINES, **whole("cannot be split.*Training is exact")}
     return Case(make, compile=compile_args, expects=expects, settings=("windows", "split"))
 
 
@@ -595,7 +581,7 @@ def before(first, **kwargs):
     return Case(lambda: sequential((4,), first(), layers.Dense(2)), **kwargs)
 
 
-UNLIKE = {"across": Warns("terms|average over|add_loss")}
+UNLIKE = {"across": Warns("The terms of this loss average over")}
 CASES |= {
     "a layer that adds a mean": adding(mean_of_squares),
     "a layer that adds a sum": adding(
@@ -623,41 +609,30 @@ CASES |= {
     "a layer that takes from the sample before": behind(
         lambda: Applies(lambda x: ops.roll(x, 1)),
         settings=("windows", "batches of three"),
-        expects={"across": Warns(TRIED)},
+        expects=DIFFERS,
     ),
     "a layer that adds a penalty": behind(AddsPenalty),
     "a layer that adds a sum later": annealed(ops.sum, settings=("split",)),
     "a layer that adds a root later": annealed(
         ops.sqrt,
-        expects={**COMBINES, "within": Warns("neither a mean nor a sum over samples", ALL)},
+        expects={**COMBINES, **whole("neither a mean nor a sum over samples")},
         settings=("windows", "split"),
     ),
     "a layer that adds a root": adding(
         lambda x: ops.sqrt(ops.sum(ops.square(x))),
-        expects={
-            "across": Warns(f"add_loss|cannot be split into|only if the loss|{TRIED}"),
-            "within": Warns("neither a mean nor a sum", ALL),
-        },
+        expects={**COMBINES, **whole("neither a mean nor a sum")},
     ),
     "a layer that stores a tensor": behind(
-        Stores, expects={"recomputed": Warns("stores a tensor in its attribute `kept`", ALL)}
+        lambda: Stores(2, "tanh"),
+        expects={"recomputed": Warns("stores a tensor in its attribute `kept`", ALL)},
     ),
-    "a layer that combines samples": behind(
-        Centers,
-        expects={
-            **COMBINES,
-            "across": Warns(f"only if the (model|loss)|cannot be split into|{TRIED}"),
-        },
-    ),
+    "a layer that combines samples": behind(Centers, expects=COMBINES),
     "a layer that clips gradients of samples together": behind(
         lambda: Applies(with_gradient(clipped_by_norm)), expects=CLIPS
     ),
-    "an operation that combines samples": Case(
-        with_an_operation, expects={**COMBINES, "both": Warns(f"{TRIED}|cannot be split into")}
-    ),
+    "an operation that combines samples": Case(with_an_operation, expects=COMBINES),
     "an activation that combines samples": Case(
-        of_functions(lambda x: ops.tanh(x) - 0.5 * ops.mean(x, 0)),
-        expects={**COMBINES, "both": Warns(f"{TRIED}|cannot be split into")},
+        of_functions(lambda x: ops.tanh(x) - 0.5 * ops.mean(x, 0)), expects=COMBINES
     ),
     "an activation that clips gradients of samples together": Case(
         of_functions(with_gradient(clipped_by_norm)), expects=CLIPS
@@ -665,7 +640,7 @@ CASES |= {
     **{
         f"a layer that {what} gradients": behind(
             functools.partial(Applies, with_gradient(rule)),
-            expects={"across": Warns(TRIED)} if what == "clamps" else {},
+            expects=DIFFERS if what == "clamps" else {},
             settings=("windows", "split"),
         )
         for what, rule in OF_EACH.items()
@@ -876,7 +851,7 @@ HALF = {
     "calls inside of a model": Case(
         with_calls_inside,
         settings=("split", "recomputed", "microbatches of one"),
-        expects={"within": WHOLE},
+        expects=whole(),
     ),
 }
 

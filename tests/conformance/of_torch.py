@@ -10,12 +10,10 @@ import keras
 import losses
 import numpy as np
 import torch
-from case import ALL, BUT_LOGS, LOGGED, TRIED, Case, Refused, Warns, sgd
+from case import BUT_LOGS, DIFFERS, LOGGED, TRIED, Case, Refused, Warns, sgd, whole
 from helpers import dense_data, dense_model
 from keras import layers
 from models import KeepsAverage
-
-DIFFERS = {"across": Warns(TRIED)}
 
 
 class Step(keras.Sequential):
@@ -68,11 +66,6 @@ class Centered(Tanh):
     @staticmethod
     def backward(ctx, upstream):
         return upstream - 0.5 * upstream.mean(0, keepdim=True)
-
-
-def whole(text):
-    """Return what is expected where a call runs on the full batch."""
-    return {"within": Warns(text, ALL)}
 
 
 def model_of(base, *parts, first=layers.Dense, **methods):
@@ -268,10 +261,7 @@ CASES = {
         lambda: RootLater(dense_model().layers),
         fit={"callbacks": [TakesRoots()], "epochs": 3},
         settings=("split", "windows"),
-        expects={
-            "within": Warns("From now on each batch trains as a whole, which is exact", ALL),
-            "across": Warns(TRIED),
-        },
+        expects={**DIFFERS, **whole("From now on each batch trains as a whole, which is exact")},
     ),
     "an optimizer elsewhere": step(
         {"across": Refused("if its optimizers are attributes of the model", is_late=True)},

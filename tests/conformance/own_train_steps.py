@@ -14,7 +14,7 @@ import keras
 import losses
 import models
 import numpy as np
-from case import ALL, BACKEND, BUT_LOGS, LOGGED, TRIED, Case, FallsShort, Refused, Warns, sgd
+from case import BACKEND, BUT_LOGS, DIFFERS, LOGGED, TRIED, Case, FallsShort, Refused, Warns, sgd
 from helpers import dense_data, dense_model
 from keras import layers, ops
 
@@ -640,12 +640,9 @@ def of_two():
     return {"optimizers": [keras.optimizers.SGD(0.05), keras.optimizers.Adam(0.01)]}
 
 
-COMPARES = {"across": Warns(TRIED)}
-
-
 def step(make, told=False, learning_rate=0.05, data=None, **kwargs):
     data = data or getattr(make, "data", dense_data)
-    given = {"compile": sgd(None, learning_rate), "expects": COMPARES if told else {}, **kwargs}
+    given = {"compile": sgd(None, learning_rate), "expects": DIFFERS if told else {}, **kwargs}
     return Case(make, data, **given)
 
 
@@ -739,7 +736,7 @@ CASES = {
     "with methods of few arguments": of_mean(FewArguments),
     "weights of samples": of_keras(sgd("mse", 0.03), WeighsSamples),
     "weights of samples by the largest": of_keras(
-        sgd("mse", 0.03), WeighsSamples, expects=COMPARES, divides_by=staticmethod(ops.max)
+        sgd("mse", 0.03), WeighsSamples, expects=DIFFERS, divides_by=staticmethod(ops.max)
     ),
     "of Keras, logs in dicts": of_keras(losses.MAE, LogsInDicts, backends=("tensorflow", "torch")),
     "of Keras, twice its loss": of_keras(
@@ -804,7 +801,7 @@ CASES = {
 if BACKEND == "jax":
     CASES["as in the guide, mean"] = of_keras(sgd(None, 0.05), AsInTheGuide)
     CASES["as in the guide, root"] = of_keras(
-        sgd(None, 0.05), AsInTheGuide, expects=COMPARES, objective=staticmethod(losses.root)
+        sgd(None, 0.05), AsInTheGuide, expects=DIFFERS, objective=staticmethod(losses.root)
     )
 elif BACKEND == "tensorflow":
 
@@ -850,7 +847,7 @@ elif BACKEND == "tensorflow":
         CASES[f"a penalty on a gradient, {name}, compiled by XLA"] = step(
             make, compile=sgd(None, jit_compile=True), settings=("split", "recomputed")
         )
-    told = {"within": Warns("its forward-mode derivatives are taken", ALL)}
+    told = models.whole("its forward-mode derivatives are taken")
     for name, expects in {"eager": told, "compiled": {}}.items():
         CASES[f"a forward-mode derivative, {name}"] = step(
             derived(OwnStep, loss_of=forward_mode),
@@ -859,7 +856,7 @@ elif BACKEND == "tensorflow":
             settings=("split", "recomputed"),
         )
 if BACKEND == "torch":
-    CASES["an optimizer of a model inside"] = of_mean(AppliesAnInner, expects=COMPARES)
+    CASES["an optimizer of a model inside"] = of_mean(AppliesAnInner, expects=DIFFERS)
 
 # Whether a batch is left out is known at its end, and so are all its updates made there.
 LEFT_OUT = {
