@@ -17,10 +17,9 @@ CASES = {name: Case(*pair) for name, pair in zoo.ZOO.items()}
 # Recurrent models, attention and other layers.
 
 
-def stateful(rows):
-    """Return a model whose state is of `rows` samples."""
+def stateful():
     cell = layers.SimpleRNN(4, stateful=True, return_sequences=True)
-    inputs = keras.Input((5, 3), batch_size=rows)
+    inputs = keras.Input((5, 3), batch_size=12)
     return keras.Sequential([inputs, layers.Masking(), cell, layers.Dense(2)])
 
 
@@ -78,9 +77,9 @@ def normalized(**kwargs):
 
 
 def normalized_under_a_mask():
-    inputs = keras.Input((5, 3))
-    normal = layers.BatchNormalization(momentum=0.8)(layers.Masking()(inputs))
-    return keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling1D()(normal)))
+    normal = layers.BatchNormalization(momentum=0.8)
+    pool = layers.GlobalAveragePooling1D()
+    return sequential((5, 3), layers.Masking(), normal, pool, layers.Dense(2))
 
 
 def normalized_images():
@@ -94,7 +93,7 @@ def masked_and_dense(rows):
 
 
 CASES |= {
-    "stateful recurrent": Case(lambda: stateful(12), zoo.masked_data, samples=36, **IN_ONE_BATCH),
+    "stateful recurrent": Case(stateful, zoo.masked_data, samples=36, **IN_ONE_BATCH),
     "language model": Case(language_model, tokens, sgd((token_loss,))),
     "frozen batch normalization": Case(lambda: normalized(trainable=False)),
     "batch normalization in a branch": Case(
@@ -268,21 +267,20 @@ CASES |= {
 # Activity regularizers, which Keras averages over samples or sums up.
 
 
-class RegularizedTwice(layers.Layer):
+class RegularizedTwice(layers.Dense):
     """Has two outputs, and a regularizer of the user's own."""
 
     def __init__(self):
-        super().__init__(activity_regularizer=lambda x: 0.1 * ops.sum(ops.power(x, 4)))
-        self.part = layers.Dense(4, "tanh")
+        def regularizer(x):
+            return 0.1 * ops.sum(ops.power(x, 4))
 
-    def build(self, shape):
-        self.part.build(shape)
+        super().__init__(4, "tanh", activity_regularizer=regularizer)
 
     def call(self, x):
-        return self.part(x), self.part(2.0 * x)
+        return super().call(x), super().call(2.0 * x)
 
     def compute_output_shape(self, shape):
-        return (self.part.compute_output_shape(shape),) * 2
+        return (super().compute_output_shape(shape),) * 2
 
 
 def regularized_activities():
@@ -350,51 +348,35 @@ class Stores(layers.Dense):
         return self.kept
 
 
-class AddsPenalty(layers.Layer):
+class AddsPenalty(layers.Dense):
     """A penalty on its own weights, as Bayesian layers add."""
 
-    def build(self, shape):
-        self.w = self.add_weight(shape=(shape[-1], 2), name="w")
-
     def call(self, x):
-        squares = ops.square(self.w)
+        squares = ops.square(self.kernel)
         self.add_loss(0.01 * ops.sum(squares - ops.log(1e-3 + squares)))
-        return x @ self.w
+        return super().call(x)
 
 
-class Centers(layers.Layer):
+class Centers(Applies):
     def __init__(self, factor=0.5):
-        super().__init__()
-        self.factor = factor
-
-    def call(self, x):
-        return x - self.factor * ops.mean(x, axis=0, keepdims=True)
+        super().__init__(lambda x: x - factor * ops.mean(x, axis=0, keepdims=True))
 
 
-class Imputes(layers.Layer):
-    """Puts means of the samples where numbers are missing."""
+def imputing(is_missing_in, code):
+    """Return a case of means of the samples where numbers are missing, which have this code."""
 
-    def __init__(self, is_missing):
-        super().__init__()
-        self.is_missing = is_missing
-
-    def call(self, x):
-        is_missing = self.is_missing(x)
+    def imputed(x):
+        is_missing = is_missing_in(x)
         number = ops.sum(ops.cast(ops.logical_not(is_missing), x.dtype), 0)
         means = ops.sum(ops.where(is_missing, 0.0, x), 0) / ops.maximum(number, 1.0)
         return ops.where(is_missing, means, x)
-
-
-def imputing(is_missing, code):
-    """Return a case of inputs of which some numbers are missing, which have this code."""
 
     def data(rows):
         x, y = dense_data(rows)
         is_known = np.random.default_rng(1).random(x.shape) < 0.7
         return np.where(is_known, x, code).astype(x.dtype), y
 
-    make = functools.partial(Imputes, is_missing)
-    return Case(lambda: sequential((4,), make(), dense_model()), data, **IN_ONE_BATCH)
+    return Case(lambda: sequential((4,), Applies(imputed), dense_model()), data, **IN_ONE_BATCH)
 
 
 def with_gradient(rule):
@@ -611,7 +593,7 @@ CASES |= {
         settings=("windows", "batches of three"),
         expects=DIFFERS,
     ),
-    "a layer that adds a penalty": behind(AddsPenalty),
+    "a layer that adds a penalty": behind(lambda: AddsPenalty(2, use_bias=False)),
     "a layer that adds a sum later": annealed(ops.sum, settings=("split",)),
     "a layer that adds a root later": annealed(
         ops.sqrt,
@@ -730,8 +712,8 @@ class Shrink(keras.constraints.Constraint):
 
 
 def constrained():
-    hidden, head = (layers.Dense(units, kernel_constraint=Shrink()) for units in (6, 2))
-    return sequential((4,), hidden, layers.Activation("tanh"), head)
+    hidden = layers.Dense(6, "tanh", kernel_constraint=Shrink())
+    return sequential((4,), hidden, layers.Dense(2, kernel_constraint=Shrink()))
 
 
 def compiled_with(make):
@@ -828,18 +810,10 @@ CASES |= {
 # Precision, and ways to run.
 
 
-def with_calls_inside():
-    """Its own call is not split, as samples are combined, so that calls inside of it are."""
-    inputs = keras.Input((4,))
-    hidden = layers.Dense(6, activation="tanh")(inputs)
-    return keras.Model(inputs, layers.Dense(2)(Centers(0.3)(hidden)))
-
-
 def deep():
     """Rounds otherwise for other numbers of samples."""
-    inputs = keras.Input((4,))
-    parts = [layers.Dense(32, activation="relu") for _ in range(12)]
-    return keras.Model(inputs, keras.Sequential([*parts, layers.Dense(2)])(inputs))
+    hidden = (layers.Dense(32, activation="relu") for _ in range(12))
+    return sequential((4,), *hidden, layers.Dense(2))
 
 
 HALF = {
@@ -848,8 +822,9 @@ HALF = {
     "attention": Case(*zoo.ZOO["attention"]),
     "embedding": Case(*zoo.ZOO["embedding"]),
     "deep": Case(deep, settings=("split",), compares=("updates",)),
+    # Its own call is not split, as samples are combined, so that calls inside of it are.
     "calls inside of a model": Case(
-        with_calls_inside,
+        lambda: sequential((4,), layers.Dense(6, "tanh"), Centers(0.3), layers.Dense(2)),
         settings=("split", "recomputed", "microbatches of one"),
         expects=whole(),
     ),
