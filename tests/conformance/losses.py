@@ -1,6 +1,5 @@
 """Cases about losses: reductions, masks, weights, logs, and losses of the user's own."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -8,9 +7,10 @@ import keras
 import numpy as np
 import zoo
 from case import BACKEND, DIFFERS, TRIED, USUAL, Case, FallsShort, Refused, Warns, sgd
-from helpers import dense_data, dense_model, ruled
+from helpers import dense_data, dense_model, ruled, sequential
 from keras import layers, ops
 
+L2 = keras.regularizers.L2(0.1)
 FULL = 24  # of ragged batches, Keras on TensorFlow does not know the samples, and counts one each
 
 
@@ -23,7 +23,7 @@ DIFFERENT_REDUCTIONS = [name for name in REDUCTIONS if name != "mean"]  # which 
 
 def sequence_model(*first):
     parts = *first, layers.Dense(4, activation="tanh"), layers.Dense(2)
-    return keras.Sequential([keras.Input((5, 3)), *parts])
+    return sequential((5, 3), *parts)
 
 
 def sample_weights(kind, rows):
@@ -62,18 +62,22 @@ CASES = {
         weighted(data, kind),
         compile_with(reduction),
         # Keras's own step on PyTorch takes no weights of samples for sequences.
-        backends=("tensorflow", "jax")
-        if kind in ("rows", "zeros")
-        else ("tensorflow", "torch", "jax"),
+        backends=("tensorflow", "jax") if kind in ("rows", "zeros") else Case.backends,
     )
     for (name, (make, data)), reduction, kind in itertools.product(
         MODELS.items(), DIFFERENT_REDUCTIONS, ("none", "rows", "positions", "zeros")
     )
 }
+
+
+def with_weights(rows):
+    return *dense_data(rows), np.linspace(0.1, 3.0, rows).astype(keras.config.floatx())
+
+
 CASES |= {
     f"{reduction}, weights of samples": Case(
         dense_model,
-        lambda rows: (*dense_data(rows), np.linspace(0.1, 3.0, rows)),
+        with_weights,
         compile_with(reduction, weighted_metrics=["mae"]),
     )
     for reduction in DIFFERENT_REDUCTIONS
@@ -81,7 +85,7 @@ CASES |= {
 OF_SCALARS = {"backends": ("tensorflow",)}  # others take gradients of scalars only
 CASES["no reduction"] = Case(dense_model, compile=sgd(squared("none"), 0.005), **OF_SCALARS)
 CASES["no reduction beside another"] = Case(
-    *(zoo.two_outputs, zoo.two_outputs_data),
+    *zoo.ZOO["two_outputs"],
     sgd((lambda: [keras.losses.MeanSquaredError("none"), "mse"],)),
     expects={"across": Refused("Set its reduction to 'sum'")},
     settings=("windows",),
@@ -106,8 +110,8 @@ def ignoring(rows):
 
 def without_weight(rows):
     """The second of three microbatches of 4 has no weight."""
-    weights = np.random.default_rng(0).uniform(0.5, 2.0, rows)
-    return *dense_data(rows), np.where(np.arange(rows) % 12 // 4 == 1, 0.0, weights)
+    x, y, weights = with_weights(rows)
+    return x, y, np.where(np.arange(rows) % 12 // 4 == 1, 0.0, weights)
 
 
 def masked_window(rows):
@@ -204,10 +208,8 @@ def two_masked_data(rows):
 
 
 def masked_with_activity_regularizer():
-    regularizers = keras.regularizers.L2(0.3), keras.regularizers.L2(0.1)
-    hidden = layers.Dense(4, activation="tanh", activity_regularizer=regularizers[0])
-    head = layers.Dense(2, kernel_regularizer=regularizers[1])
-    return keras.Sequential([keras.Input((5, 3)), layers.Masking(), hidden, head])
+    hidden = layers.Dense(4, "tanh", activity_regularizer=keras.regularizers.L2(0.3))
+    return sequential((5, 3), layers.Masking(), hidden, layers.Dense(2, kernel_regularizer=L2))
 
 
 def two_sequences():
@@ -233,9 +235,7 @@ def weighted_data(rows, kinds):
 
 def nothing_in_the_first_part(rows):
     x, y, weights = weighted_data(rows, (1, 5))
-    weights[0][::12], weights[0][1::12] = 0.0, 0.0
-    for start in range(0, rows, 12):
-        weights[0][start : start + 5] = 0.0
+    weights[0][np.arange(rows) % 12 < 5] = 0.0
     return x, y, weights
 
 
@@ -267,7 +267,7 @@ def squared_and_absolute(reduction):
 
 CASES |= {
     "two reductions that agree": Case(
-        *(zoo.two_outputs, zoo.two_outputs_data),
+        *zoo.ZOO["two_outputs"],
         sgd(squared_and_absolute("mean"), loss_weights=[0.3, 2.0]),
     ),
     "a second loss on one output": Case(dense_model, compile=sgd(squared_and_absolute("sum"))),
@@ -277,20 +277,36 @@ CASES |= {
 # Regularizers.
 
 
-def regularized_sequences():
-    l2 = keras.regularizers.L2(0.1)
-    recurrent = layers.SimpleRNN(4, return_sequences=True, kernel_regularizer=l2)
-    head = layers.Dense(2, kernel_regularizer=l2, bias_regularizer=l2)
-    return keras.Sequential([keras.Input((5, 3)), layers.Masking(), recurrent, head])
-
-
 CASES |= {
-    f"regularizers, {name}": Case(regularized_sequences, zoo.masked_data, compile_with(name))
+    f"regularizers, {name}": Case(
+        functools.partial(zoo.masked_recurrent, kernel_regularizer=L2, bias_regularizer=L2),
+        zoo.masked_data,
+        compile_with(name),
+    )
     for name in REDUCTIONS
 }
 
 
 # Losses of the user's own.
+
+
+def positive_where(is_positive):
+    """Return data whose targets are positive where a function of their places says so."""
+
+    def data(rows):
+        x, y = dense_data(rows)
+        return x, np.where(is_positive(np.arange(rows))[:, None], np.abs(y), -np.abs(y))
+
+    return data
+
+
+def unmarked(first, last):
+    """Return data of which so many of each 12 samples are not marked."""
+    return positive_where(lambda places: (places % 12 < first) | (places % 12 >= last))
+
+
+positive = positive_where(lambda places: places >= 0)
+positive_at_first = positive_where(lambda places: (places < 26) | (places % 2 == 1))
 
 
 def per_sample(y_true, y_pred):
@@ -334,11 +350,6 @@ def contrastive(y_true, y_pred):
     return ops.mean(ops.logsumexp(similarities, axis=-1))
 
 
-def zero_at_first():
-    head = layers.Dense(2, kernel_initializer="zeros")
-    return keras.Sequential([keras.Input((4,)), layers.Dense(5), head])
-
-
 def comparing_later(y_true, y_pred):
     """Compares samples where a target is negative."""
     values = per_sample(y_true, y_pred)
@@ -349,12 +360,6 @@ def alike_at_first(y_true, y_pred):
     """Divides by a number that is that of the samples at first, in a way of its own."""
     total, count = masked(y_true + 0.8, y_pred + 0.8)
     return total * ops.reciprocal(count)
-
-
-def positive_at_first(rows):
-    x, y = positive(rows)
-    y[26::2] *= -1
-    return x, y
 
 
 def root(y_true, y_pred):
@@ -424,16 +429,6 @@ def weighs_by_the_largest(of_keras, y, z, weights):
     return of_keras(y, z, ops.cast(weights / ops.max(weights), z.dtype))
 
 
-def positive(rows):
-    x, y = dense_data(rows)
-    return x, np.abs(y)
-
-
-def with_weights(rows):
-    weights = np.random.default_rng(0).uniform(0.1, 3.0, rows)
-    return *dense_data(rows), weights.astype(keras.config.floatx())
-
-
 def with_weights_later(rows):
     x, y, weights = with_weights(rows)
     weights[:12] = 1.0
@@ -441,12 +436,6 @@ def with_weights_later(rows):
 
 
 # Counts that are zero at first, and masks of few samples.
-
-
-def empty_at_first(rows, number):
-    """The first samples count for nothing."""
-    x, y = dense_data(rows)
-    return x, np.where(np.arange(rows)[:, None] < number, -1, 1) * (np.abs(y) + 0.1)
 
 
 def counted(y_true, y_pred):
@@ -514,7 +503,7 @@ CASES |= {
     "own loss: adds up by itself": calls(lambda k, y, z, w: total(y, z), 0.005),
     "own loss: of predictions that are alike at first": own(
         lambda y, z: contrastive(y, z + 0.3) + mean(y, z),
-        make=zero_at_first,
+        make=lambda: sequential((4,), layers.Dense(5), layers.Dense(2, kernel_initializer="zeros")),
         settings=("split", "recomputed"),
     ),
     **{
@@ -564,7 +553,7 @@ CASES |= {
     **{
         f"own loss: {loss.__name__}, {number} empty": own(
             loss,
-            data=functools.partial(empty_at_first, number=number),
+            data=positive_where(lambda places, number=number: places >= number),
             falls_short=UNSEEN if (loss, number) == (total_of_counted, 4) else {},
         )
         for loss in (total_of_counted, mean_of_counted)
@@ -589,11 +578,7 @@ MAE = sgd(metrics=["mae"])
 
 
 def computing(function, weight_of=None):
-    """Return a class of models whose `compute_loss` is a function of Keras's, targets and outputs.
-
-    Args:
-        weight_of: of `ruled`, where it has a rule.
-    """
+    """Return a class whose `compute_loss` is a function of Keras's, targets and outputs."""
 
     class OwnLoss(keras.Sequential):
         def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
@@ -632,15 +617,8 @@ def with_a_compute_loss_of_the_instance():
     return model
 
 
-def of_class(base, *more):
-    return lambda: base([keras.Input((4,)), *dense_model().layers, *more])
-
-
-def some_positive(rows):
-    """The samples of the second microbatch of 4 are not marked."""
-    x, y = dense_data(rows)
-    y[np.arange(rows) % 12 // 4 == 1] = -1.0
-    return x, y
+def of_class(base):
+    return lambda: base([keras.Input((4,)), *dense_model().layers])
 
 
 def some_zeros(rows):
@@ -649,14 +627,12 @@ def some_zeros(rows):
     return x, y
 
 
-def computed(function, data=dense_data, **kwargs):
-    return Case(of_class(computing(function)), data, sgd(None, 0.02), **kwargs)
+# It divides by zero where no target is positive, so that such a microbatch has gradients of NaN.
+OF_POSITIVE = of_class(computing(mean_of_some, number_of_positive))
 
 
 CASES |= {
-    "own compute_loss: with a rule": Case(
-        of_class(computing(mean_of_some, number_of_positive)), some_positive, sgd(None, 0.02)
-    ),
+    "own compute_loss: with a rule": Case(OF_POSITIVE, unmarked(3, 8), sgd(None, 0.02)),
     "own compute_loss: with a rule of outputs": Case(  # which is taken as a constant
         of_class(computing(mean_by_outputs, lambda model, x, y: ops.sum(ops.abs(model(x))))),
         compile=sgd(None, 0.02),
@@ -680,29 +656,16 @@ CASES |= {
     "own compute_metrics": Case(
         of_class(OwnMetrics), compile=MAE, samples=FULL, settings=("recomputed",)
     ),
-    "own compute_loss: a sum": computed(lambda of_keras, y, z: 0.1 * total(y, z)),
+    "own compute_loss: a sum": Case(
+        of_class(computing(lambda of_keras, y, z: 0.1 * total(y, z))), compile=sgd(None, 0.02)
+    ),
     "own compute_loss: of the instance": Case(
         with_a_compute_loss_of_the_instance, compile=sgd(None, 0.005)
     ),
-    "own compute_loss: mean of some": computed(mean_of_some),
+    "own compute_loss: mean of some": Case(
+        of_class(computing(mean_of_some)), compile=sgd(None, 0.02)
+    ),
 }
-
-
-# It divides by zero where no target is positive, so that such a microbatch has gradients of NaN.
-OF_POSITIVE = of_class(computing(mean_of_some, number_of_positive))
-
-
-def unmarked(first, last):
-    """Return data of which so many of each 12 samples are not marked."""
-
-    def data(rows):
-        x, y = dense_data(rows)
-        is_marked = (np.arange(rows) % 12 < first) | (np.arange(rows) % 12 >= last)
-        return x, np.where(is_marked[:, None], np.abs(y), -np.abs(y))
-
-    return data
-
-
 CASES |= {
     f"microbatches of NaN: samples {first} to {last}": Case(
         OF_POSITIVE,
@@ -810,18 +773,13 @@ def few_positives(rows):
     return x, y
 
 
-def of_all_over_positives(y, z):
-    return 0.1 * of_all(y, z) / ops.maximum(number(y), 1.0)
-
-
 CASES |= {
     "few positives: of_all_over_positives": empty_later(
-        of_all_over_positives,
+        lambda y, z: 0.1 * of_all(y, z) / ops.maximum(number(y), 1.0),
         expects=DIFFERS,
         data=few_positives,
-        samples=48,
     ),
-    "few positives: bounded": empty_later(KEPT["bounded"], data=few_positives, samples=48),
+    "few positives: bounded": empty_later(KEPT["bounded"], data=few_positives),
 }
 
 
@@ -858,19 +816,14 @@ CASES |= {  # it makes an update with gradients of zero, as plain Keras does
 OF_WINDOWS = ("windows", "both", "windows that may be left out")
 
 
-def of_two_outputs(*args, **kwargs):
-    return Case(zoo.two_outputs, zoo.two_outputs_data, sgd(*args, **kwargs), samples=FULL)
-
-
 CASES |= {
-    "logs: metrics of two outputs": of_two_outputs(metrics=[["mae", "mse"], ["mae"]]),
-    "logs: sums of two outputs": dataclasses.replace(
-        of_two_outputs(
-            (lambda: [keras.losses.MeanSquaredError("sum")] * 2,), 0.005, loss_weights=[0.5, 1.0]
-        ),
-        settings=OF_WINDOWS,
+    "logs: metrics of two outputs": Case(
+        *zoo.ZOO["two_outputs"], sgd(metrics=[["mae", "mse"], ["mae"]]), samples=FULL
     ),
-    "logs: a mask": Case(zoo.masked_recurrent, zoo.masked_data, MAE, settings=OF_WINDOWS),
+    "logs: sums of two outputs": Case(
+        *zoo.ZOO["two_outputs"], mixed("sum", "sum"), samples=FULL, settings=OF_WINDOWS
+    ),
+    "logs: a mask": Case(*zoo.ZOO["masked_recurrent"], MAE, settings=OF_WINDOWS),
     "logs: weighted metrics of a mask": Case(
         zoo.masked_recurrent,
         weighted(zoo.masked_data, "positions"),
