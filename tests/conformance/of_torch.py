@@ -53,28 +53,8 @@ class Step(keras.Sequential):
         return {}
 
 
-class Tanh(torch.autograd.Function):
-    """Has gradients by the rules of those that are derived from it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return torch.tanh(x)
-
-
-class Centered(Tanh):
-    @staticmethod
-    def backward(ctx, upstream):
-        return upstream - 0.5 * upstream.mean(0, keepdim=True)
-
-
 def model_of(base, *parts, first=layers.Dense, **methods):
-    """Return a function that makes a small network, with fresh layers inside.
-
-    Args:
-        base: its class.
-        methods: those that it has of its own.
-    """
+    """Return a function that makes a small network of a class, with fresh layers inside."""
     base = type(base.__name__, (base,), methods) if methods else base
 
     def make():
