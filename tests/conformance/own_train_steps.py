@@ -88,21 +88,19 @@ else:
             return logs, tuple([scope.get_current_value(v) for v in group] for group in groups)
 
         def gradients(self, loss_of, variables):
-            every = [*self.trainable_variables, *self.non_trainable_variables]
-            others = [v for v in every if not any(v is variable for variable in variables)]
+            every = *self.variables, *self.optimizer.variables, *self.metrics_variables
+            state = self.non_trainable_variables
 
-            def run(values, other_values):
-                mapping = [*zip(variables, values), *zip(others, other_values)]
-                read = *self.optimizer.variables, *self.metrics_variables
-                mapping += [(v, v.value) for v in read]
+            def run(values):
+                mapping = [*((v, v.value) for v in every), *zip(variables, values)]
                 with keras.StatelessScope(mapping, collect_losses=True) as scope:
                     loss = loss_of()
                     scaled = self.optimizer.scale_loss(loss)
-                return scaled, (loss, [scope.get_current_value(v) for v in others])
+                return scaled, (loss, [scope.get_current_value(v) for v in state])
 
-            values = [[v.value for v in group] for group in (variables, others)]
-            (_, (loss, found)), gradients = jax.value_and_grad(run, has_aux=True)(*values)
-            for variable, value in zip(others, found):
+            gradient = jax.value_and_grad(run, has_aux=True)
+            (_, (loss, found)), gradients = gradient([v.value for v in variables])
+            for variable, value in zip(state, found):
                 variable.assign(value)
             return loss, gradients
 
@@ -455,10 +453,7 @@ class Sharpness(OwnStep):
 
     def step(self, x, y):
         variables = self.trainable_variables
-
-        def gradients():
-            return self.gradients(lambda: self.loss_of(x, y), variables)
-
+        gradients = functools.partial(self.gradients, lambda: self.loss_of(x, y), variables)
         loss, first = gradients()
         norm = ops.sqrt(sum(ops.sum(ops.square(gradient)) for gradient in first))
         shifts = [0.1 * gradient / norm for gradient in first]
@@ -652,11 +647,7 @@ def own(told=False, base=OwnStep, **methods):
 
 
 def of(objective, base=OfObjective, *hidden, **methods):
-    """Return a function that makes a small network, with fresh layers of some kinds inside.
-
-    Args:
-        methods: those that its class has of its own.
-    """
+    """Return a function that makes a small network, with fresh layers of some kinds inside."""
     base = derived(base, **methods) if methods else base
 
     def make():
