@@ -9,7 +9,7 @@ import keras
 import pytest
 from case import PRECISION
 from conftest import set_dtype
-from helpers import assert_changed, assert_close, dense_data, dense_model, seeded
+from helpers import assert_changed, assert_close, assert_equal, dense_data, dense_model, seeded
 
 from ga_model import AccumulationScheduler, accumulate
 
@@ -114,8 +114,7 @@ def test_a_resumed_run_ends_with_the_uninterrupted_runs_weights(by, tmp_path):
         train(backup(), Interrupt())
     resumed, uninterrupted = train(backup()), train()
     assert int(resumed.optimizer.iterations) == int(uninterrupted.optimizer.iterations)
-    for weight, expected in zip(resumed.get_weights(), uninterrupted.get_weights(), strict=True):
-        assert (weight == expected).all()
+    assert_equal(resumed.get_weights(), uninterrupted.get_weights())
 
 
 def test_logs_show_the_schedule_where_they_are_asked_to(tmp_path):
