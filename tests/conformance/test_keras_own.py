@@ -25,23 +25,8 @@ _OTHERS = {} if BACKEND == "jax" else {"jax": types.ModuleType("jax")}  # import
 pytestmark = pytest.mark.skipif(SPEC is None, reason="Keras is installed without its tests")
 
 
-class _With:
-    """A module with some of its names replaced."""
-
-    def __init__(self, module, **names):
-        self.__dict__.update(names)
-        self._module = module
-
-    def __getattr__(self, name):
-        return getattr(self._module, name)
-
-
 def _load(mix):
-    """Load Keras's tests afresh.
-
-    Args:
-        mix: function of a model class that returns the one to be used in its place.
-    """
+    """Load Keras's tests afresh, with what a function makes of each model class in its place."""
     module = importlib.util.module_from_spec(SPEC)
     trainers = importlib.import_module(f"keras.src.backend.{BACKEND}.trainer")
     with (
@@ -50,8 +35,8 @@ def _load(mix):
     ):
         SPEC.loader.exec_module(module)
     classes = {"Model": mix(keras.Model), "Sequential": mix(keras.Sequential)}
-    module.keras = _With(keras, **classes)
-    module.models = _With(keras.models, **classes)
+    module.keras = types.SimpleNamespace(**{**vars(keras), **classes})
+    module.models = types.SimpleNamespace(**{**vars(keras.models), **classes})
     return module
 
 
