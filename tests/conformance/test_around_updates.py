@@ -69,6 +69,13 @@ def compiled(make=dense_model, compile_args=arguments, **settings):
     return model
 
 
+def weights_after(batches, make, compile_args=arguments, **settings):
+    model = compiled(make, compile_args, **settings)
+    for batch in batches:
+        model.train_on_batch(*batch)
+    return model.get_weights()
+
+
 # Windows: of one microbatch, closed by hand, interrupted, and changed by a schedule.
 
 
@@ -577,13 +584,9 @@ def test_batches_of_different_lengths_are_weighted_by_positions():
     def make():
         return sequential((None, 3), layers.Dense(2))
 
-    model, reference = compiled(make, **WINDOWS), compiled(make)
-    start = model.get_weights()
-    for x, y in parts:
-        model.train_on_batch(x, y)
-    flat = (np.concatenate([a.reshape(-1, 1, a.shape[-1]) for a in s]) for s in zip(*parts))
-    reference.train_on_batch(*flat)
-    assert_close(model, reference, start)
+    flat = [np.concatenate([a.reshape(-1, 1, a.shape[-1]) for a in s]) for s in zip(*parts)]
+    start, reference = weights_after([], make), weights_after([flat], make)
+    assert relative_difference(weights_after(parts, make, **WINDOWS), reference, start) <= LIMIT
 
 
 def of_positions(y, z):
@@ -599,21 +602,20 @@ def test_an_own_loss_of_a_masked_recurrent_model_may_have_batches_of_other_lengt
         cell = layers.SimpleRNN(4, return_sequences=True)
         return sequential((None, 3), layers.Masking(), cell, layers.Dense(2))
 
-    def compiled_with_loss(**settings):
-        return compiled(make, lambda: arguments(loss=of_positions, metrics=None), **settings)
+    def compile_args():
+        return arguments(loss=of_positions, metrics=None)
 
-    model, reference = compiled_with_loss(**WINDOWS), compiled_with_loss()
-    start = model.get_weights()
-    generator = np.random.default_rng(8)
+    generator, windows, batches = np.random.default_rng(8), [], []
     for lengths in ((2, 9, 5), (5, 2, 9)):
-        window = [np.zeros((12, 9, size)) for size in (3, 2)]
+        windows.append([np.zeros((12, 9, size)) for size in (3, 2)])
         for number, length in enumerate(lengths):
-            rows = slice(4 * number, 4 * number + 4)
-            for array in window:
-                array[rows, :length] = generator.normal(size=(4, length, array.shape[-1]))
-            model.train_on_batch(*(array[rows, :length] for array in window))
-        reference.train_on_batch(*window)
-    assert_close(model, reference, start)
+            batch = [array[4 * number : 4 * number + 4, :length] for array in windows[-1]]
+            for array in batch:
+                array[:] = generator.normal(size=array.shape)
+            batches.append(batch)
+    start, reference = (weights_after(given, make, compile_args) for given in ([], windows))
+    found = weights_after(batches, make, compile_args, **WINDOWS)
+    assert relative_difference(found, reference, start) <= LIMIT
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
@@ -685,13 +687,32 @@ def test_nothing_is_tried_that_is_not_to_be_verified(rows, settings):
 
 def of_four(y, y_pred):
     """Takes batches of one number of samples."""
-    return keras.ops.mean(keras.ops.reshape(keras.ops.square(y - y_pred), (4, 2)))
+    return ops.mean(ops.reshape(ops.square(y - y_pred), (4, 2)))
 
 
-def test_what_cannot_be_tried_is_told_of():
-    model = compiled(compile_args=lambda: arguments(loss=of_four), accumulation_steps=2)
-    with pytest.warns(UserWarning, match="(?s)It is not known whether.*cannot be run on some"):
-        model.fit(*dense_data(8), batch_size=4, verbose=0)
+def nearly_a_mean(y, z):
+    """Has a term that is small unless outputs are large."""
+    return losses.mean(y, z) + 1e-2 * ops.square(ops.mean(ops.square(z)))
+
+
+def hardest(y, z):
+    """Needs more than seven samples, so that it shows in microbatches that have them."""
+    return ops.mean(ops.sort(losses.per_sample(y, z))[-8:])
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("loss", "rows", "text"),
+    [
+        (of_four, 4, "(?s)It is not known whether.*cannot be run on some"),
+        (nearly_a_mean, 4, "differs by [0-9]e-"),  # at the weights that are trained
+        (hardest, 32, TRIED),
+    ],
+)
+def test_what_is_found_of_a_loss_or_cannot_be_tried_is_told(loss, rows, text):
+    model = compiled(compile_args=lambda: arguments(loss=loss), accumulation_steps=2)
+    with pytest.warns(UserWarning, match=text):
+        model.fit(*dense_data(2 * rows), batch_size=rows, verbose=0)
 
 
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="float8 layers train there")
@@ -713,7 +734,7 @@ def test_terms_whose_lengths_differ_in_a_window_are_told_of():
     pooled = layers.GlobalAveragePooling1D()(x)
     model = keras.Model(x, [layers.Dense(2, name="a")(x), layers.Dense(2, name="c")(pooled)])
     model = accumulate(model, accumulation_steps=2)
-    model.compile("sgd", ["mse", "mse"])
+    model.compile("sgd", "mse")
     for batch in batches():  # first each in a window of its own
         for _ in range(2):
             model.train_on_batch(*batch)
@@ -723,11 +744,8 @@ def test_terms_whose_lengths_differ_in_a_window_are_told_of():
 
 def test_news_of_batches_of_other_lengths_are_tried_with_what_is_alike():
     x, y = losses.some_empty_later(48, end=40)
-    lengths, found = (3, 2, 2, 3), []
-    parts = [
-        (x[i : i + 4, None].repeat(n, 1), y[i : i + 4]) for i, n in zip((0, 8, 28, 4), lengths)
-    ]
-
+    places = (0, 3), (8, 2), (28, 2), (4, 3)
+    parts = [(x[i : i + 4, None].repeat(n, 1), y[i : i + 4]) for i, n in places]
     # One batch of several, whose samples do not change with their positions.
     joined = [np.concatenate(part) for part in zip(*[(x[:, :2], y) for x, y in parts])]
     own = losses.computing(lambda of_keras, y, z: losses.of_some_over_some(y, z))
@@ -736,13 +754,12 @@ def test_news_of_batches_of_other_lengths_are_tried_with_what_is_alike():
         pool = layers.GlobalAveragePooling1D()
         return own([keras.Input((None, 4)), pool, *dense_model().layers])
 
-    for steps, batches in ((1, [joined]), (4, parts)):
-        model = compiled(make, lambda: {"optimizer": "sgd"}, accumulation_steps=steps)
-        start = model.get_weights()
-        for part in batches:
-            model.train_on_batch(*map(keras.ops.convert_to_tensor, part))
-        found.append(model.get_weights())
-    assert relative_difference(found[1], found[0], start) <= LIMIT
+    def weights(batches, steps):
+        batches = keras.tree.map_structure(ops.convert_to_tensor, batches)
+        return weights_after(batches, make, lambda: {"optimizer": "sgd"}, accumulation_steps=steps)
+
+    start, reference, found = weights([], 1), weights([joined], 1), weights(parts, 4)
+    assert relative_difference(found, reference, start) <= LIMIT
 
 
 class OwnDense(layers.Dense):
@@ -784,27 +801,6 @@ def test_the_first_batch_traces_a_model_no_more_often_than_in_plain_keras(settin
     assert num_traces[1] <= num_traces[0]
 
 
-def nearly_a_mean(y, z):
-    """Has a term that is small unless outputs are large."""
-    return losses.mean(y, z) + 1e-2 * ops.square(ops.mean(ops.square(z)))
-
-
-def test_a_warning_says_how_much_differs_at_the_weights_that_are_trained():
-    model = compiled(compile_args=lambda: arguments(loss=nearly_a_mean), accumulation_steps=2)
-    with pytest.warns(UserWarning, match=r"differs by [0-9]e-"):
-        model.fit(*dense_data(8), batch_size=4, verbose=0)
-
-
-def hardest(y, z):
-    return ops.mean(ops.sort(losses.per_sample(y, z))[-8:])
-
-
-def test_what_needs_more_than_seven_samples_shows_in_microbatches_that_have_them():
-    model = compiled(compile_args=lambda: arguments(loss=hardest), accumulation_steps=2)
-    with pytest.warns(UserWarning, match=TRIED):
-        model.fit(*dense_data(64), batch_size=32, verbose=0)
-
-
 @pytest.mark.skipif(BACKEND == "torch", reason="it looks at no operation of what was found exact")
 def test_a_guard_against_numbers_that_are_not_finite_is_tried_when_it_acts():
     def guarded(y, z):
@@ -813,8 +809,7 @@ def test_a_guard_against_numbers_that_are_not_finite_is_tried_when_it_acts():
 
     x, y = dense_data(36)
     y[18] = 1e30  # in the second of three windows
-    model = accumulate(seeded(dense_model), **WINDOWS)
-    model.compile("sgd", guarded)
+    model = compiled(compile_args=lambda: arguments(loss=guarded), **WINDOWS)
     with pytest.warns(UserWarning, match=TRIED):
         model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
 
@@ -831,8 +826,7 @@ class Tempered(layers.Layer):
 
 def test_divisions_within_split_calls_are_not_taken_for_those_of_the_step():
     make = of(losses.masked_mean(losses.at_least(1e-3)), OfObjective, Tempered)
-    model = accumulate(seeded(make), accumulation_steps=3, microbatch_size=3)
-    model.compile("sgd")
+    model = compiled(make, lambda: {"optimizer": "sgd"}, accumulation_steps=3, microbatch_size=3)
     with pytest.warns(UserWarning, match="divides by other numbers than in the trial"):
         model.fit(*dense_data(24), batch_size=8, verbose=0)
 
@@ -942,13 +936,6 @@ def test_importing_and_training_imports_no_other_backend():
     )
     printed, _ = run_python("-c", code, KERAS_BACKEND=BACKEND)
     assert not printed.split()
-
-
-def weights_after(batches, make, **settings):
-    model = compiled(make, **settings)
-    for batch in batches:
-        model.train_on_batch(*batch)
-    return model.get_weights()
 
 
 class OfNames(keras.Model):
