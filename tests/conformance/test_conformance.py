@@ -5,11 +5,7 @@ variables, seeds, the optimizer's state, the number of updates and logs must be 
 tolerance of the precision, or to what rounding makes of plain Keras, where that is more; nothing
 may be warned of, unless the case expects it. Its cases are in `models`, `losses`, `metrics`,
 `own_train_steps`, those of PyTorch alone in `of_torch`; on TensorFlow they train in float64 and in
-float32.
-
-Every run takes one setting of the cases in `QUICK`, on PyTorch of those in `FIRST`; the gate one
-of `FIRST`, of what one backend alone has, and of others, in turn: of every fourth on PyTorch, of
-every thirteenth on JAX, and of every eleventh on TensorFlow. The sweep takes the rest.
+float32. CONTRIBUTING says which run takes which.
 """
 
 import importlib
