@@ -49,7 +49,7 @@ if BACKEND == "tensorflow":
 elif BACKEND == "torch":
     import torch
 
-WINDOWS, SPLIT = {"accumulation_steps": 3}, {"microbatch_size": 5}
+WINDOWS, SPLIT, PARTS = {"accumulation_steps": 3}, {"microbatch_size": 5}, {"microbatch_size": 4}
 
 
 def arguments(**kwargs):
@@ -68,6 +68,11 @@ def compiled(make=dense_model, compile_args=arguments, **settings):
         model = accumulate(model, **settings)
     model.compile(**compile_args())
     return model
+
+
+def rows_of(settings):
+    """Return the samples of a batch, of which windows of 12 are made."""
+    return 12 // settings.get("accumulation_steps", 1)
 
 
 def weights_after(batches, make, compile_args=arguments, **settings):
@@ -234,7 +239,7 @@ def test_an_interrupted_window_is_forgotten(settings):
 
     model = compiled(make, lambda: arguments(run_eagerly=True), **settings)
     start = model.get_weights()
-    rows = 4 if settings is WINDOWS else 12
+    rows = rows_of(settings)
     model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)  # what is tried, is tried here
     model.set_weights(start)
     Fails.fails_at = Fails.calls + 2
@@ -279,7 +284,7 @@ def test_a_callback_is_told_of_every_update_before_whatever_else_looks(settings,
     notes, (x, y) = Notes(), dense_data(20)
     model = seeded(lambda: CountsUpdates([keras.Input((4,)), *dense_model().layers]))
     model.compile(**arguments(), **settings)
-    model.fit(x, y, 12 // batches[0], 2, 0, [notes], validation_data=(x, y))
+    model.fit(x, y, rows_of(settings), 2, 0, [notes], validation_data=(x, y))
     expected = []
     for number, of_window in enumerate(2 * batches, start=1):
         expected += ["train_batch_end"] * of_window
@@ -317,29 +322,29 @@ def test_half_precision_gradients_are_summed_in_float32():
     assert float(model.get_weights()[0].squeeze()) == 1.0
 
 
-# Settings, rows of a batch and of a microbatch, microbatches with NaN, reduction, and how it runs:
-# the first microbatches of a window, also with all of the next one, all of one window, one of the
-# last.
+# Settings, microbatches with NaN, reduction, and how it runs: the first microbatches of a window,
+# also with all of the next one, all of one window, one of the last.
 IN_BOTH, EAGERLY = {**WINDOWS, "microbatch_size": 2}, {"run_eagerly": BACKEND != "jax"}
 BY_XLA = {"jit_compile": BACKEND != "torch"}
 LEFT_OUT = [
-    (IN_BOTH, 4, 2, [0, 1, *range(6, 12)], "sum_over_batch_size", {}),
-    (WINDOWS, 4, 4, [1, 5, 7], "mean_with_sample_weight", {}),  # heavier than those before
-    ({"microbatch_size": 4}, 12, 4, [0], "sum", BY_XLA),
-    (WINDOWS, 4, 4, [0, 1, 2], "sum_over_batch_size", {}),
-    ({"microbatch_size": 4}, 12, 4, [0, 1, 2], "sum_over_batch_size", {}),
-    (WINDOWS, 4, 4, [0], "sum", {}),
-    ({"microbatch_size": 4}, 12, 4, [0], "sum", EAGERLY),
-    (WINDOWS, 4, 4, [1], "sum_over_batch_size", BY_XLA),
-    (IN_BOTH, 4, 2, [4], "sum_over_batch_size", {}),
+    (IN_BOTH, [0, 1, *range(6, 12)], "sum_over_batch_size", {}),
+    (WINDOWS, [1, 5, 7], "mean_with_sample_weight", {}),  # heavier than those before
+    (PARTS, [0], "sum", BY_XLA),
+    (WINDOWS, [0, 1, 2], "sum_over_batch_size", {}),
+    (PARTS, [0, 1, 2], "sum_over_batch_size", {}),
+    (WINDOWS, [0], "sum", {}),
+    (PARTS, [0], "sum", EAGERLY),
+    (WINDOWS, [1], "sum_over_batch_size", BY_XLA),
+    (IN_BOTH, [4], "sum_over_batch_size", {}),
 ]
 
 
-@pytest.mark.parametrize(("settings", "rows", "size", "bad", "reduction", "run"), LEFT_OUT, ids=str)
-def test_microbatches_that_are_not_finite_are_left_out(settings, rows, size, bad, reduction, run):
+@pytest.mark.parametrize(("settings", "bad", "reduction", "run"), LEFT_OUT, ids=str)
+def test_microbatches_that_are_not_finite_are_left_out(settings, bad, reduction, run):
     """The reference is trained on the rows of the others, and on nothing else."""
     set_dtype(PRECISION)
-    x, y = dense_data(34)
+    rows, (x, y) = rows_of(settings), dense_data(34)
+    size = settings.get("microbatch_size", rows)
     is_bad = np.isin(np.arange(34) // size, bad)
     wrong = np.where(is_bad[:, None], np.nan, x)
     base = 2.0 if reduction == "mean_with_sample_weight" else 1.0
@@ -423,7 +428,7 @@ def test_averages_do_not_move_before_the_update_or_in_an_interrupted_window():
 
 @pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
 @pytest.mark.filterwarnings("ignore:Microbatches of:UserWarning")
-@pytest.mark.parametrize("settings", [WINDOWS, {"microbatch_size": 4}])
+@pytest.mark.parametrize("settings", [WINDOWS, PARTS])
 def test_what_is_left_out_leaves_no_trace_in_averages_seeds_and_metrics(settings):
     x, y = dense_data(24)
     x[4:8] = np.nan
@@ -447,8 +452,8 @@ def test_what_is_left_out_leaves_no_trace_in_averages_seeds_and_metrics(settings
 
 
 @pytest.mark.parametrize("first", [0, 4])
-@pytest.mark.parametrize(("rows", "settings"), [(4, WINDOWS), (12, {"microbatch_size": 4})])
-def test_nan_behind_sample_weights_of_zero_is_left_out(rows, settings, first):
+@pytest.mark.parametrize("settings", [WINDOWS, PARTS])
+def test_nan_behind_sample_weights_of_zero_is_left_out(settings, first):
     """Plain Keras on the full batch gives NaN: the reference is trained on the other samples."""
     x, y = dense_data(12)
     weights, bad = np.ones(12), x.copy()
@@ -459,7 +464,8 @@ def test_nan_behind_sample_weights_of_zero_is_left_out(rows, settings, first):
         return arguments(loss=keras.losses.MeanSquaredError("mean_with_sample_weight"), metrics=[])
 
     reference, start = trained((x[rest], y[rest]), 8, compile_args=mean, epochs=1)
-    found, _ = trained((bad, y, weights), rows, compile_args=mean, epochs=1, **settings)
+    data = bad, y, weights
+    found, _ = trained(data, rows_of(settings), compile_args=mean, epochs=1, **settings)
     assert_close(found, reference, start)
     np.testing.assert_allclose(
         found.history.history["loss"], reference.history.history["loss"], rtol=1e-5
@@ -473,12 +479,8 @@ class Keep(keras.optimizers.Optimizer):
         self.assign(variable, gradient)
 
 
-@pytest.mark.parametrize(
-    ("rows", "settings"),
-    [(4, WINDOWS), (12, {"microbatch_size": 4, "loss_over": "microbatch"})],
-    ids=["windows", "split"],
-)
-def test_the_one_microbatch_that_has_weight_is_itself_to_the_bit(rows, settings):
+@pytest.mark.parametrize("settings", [WINDOWS, {**PARTS, "loss_over": "microbatch"}], ids=str)
+def test_the_one_microbatch_that_has_weight_is_itself_to_the_bit(settings):
     x, y = dense_data(12)
     x[:, 1] = 0.0  # whose gradients are zeros, of either sign
     y = np.abs(y) * np.repeat([-1.0, 1.0, -1.0], 4)[:, None]
@@ -487,6 +489,7 @@ def test_the_one_microbatch_that_has_weight_is_itself_to_the_bit(rows, settings)
         return {"optimizer": Keep(1.0)}
 
     reference, _ = trained((x[4:8], y[4:8]), 4, losses.OF_POSITIVE, keep, epochs=1)
+    rows = rows_of(settings)
     found, _ = trained((x, y), rows, losses.OF_POSITIVE, keep, epochs=1, **settings)
     for weight, expected in zip(found.get_weights(), reference.get_weights(), strict=True):
         assert weight.tobytes() == expected.tobytes()
@@ -661,10 +664,10 @@ class CountsSizes:
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="Keras runs no eager steps there")
-@pytest.mark.parametrize(("rows", "settings"), [(4, WINDOWS), (12, {"microbatch_size": 4})])
-def test_nothing_is_tried_that_is_not_to_be_verified(rows, settings):
+@pytest.mark.parametrize("settings", [WINDOWS, PARTS])
+def test_nothing_is_tried_that_is_not_to_be_verified(settings):
     """It is told of where the assumed mean matters; and exact where the step sees all samples."""
-    data = dense_data(24)
+    rows, data = rows_of(settings), dense_data(24)
 
     def compile_args():
         return arguments(loss=CountsSizes(), metrics=None, run_eagerly=True)
