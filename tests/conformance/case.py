@@ -32,38 +32,26 @@ WINDOW = 12  # samples of an update
 SAMPLES = 32 if helpers.num_replicas > 1 and BACKEND == "jax" else 31
 
 
-class Setting(NamedTuple):
-    """How windows of 12 samples are made.
-
-    Attributes:
-        rows: samples per batch.
-        settings: of `accumulate`.
-        is_within: whether a batch is a window, so that a step can see the full batch.
-    """
-
-    rows: int
-    settings: dict[str, Any]
-    is_within: bool
-
-
-SETTINGS = {
-    "windows": Setting(4, {"accumulation_steps": 3}, False),
-    "split": Setting(12, {"microbatch_size": 5}, True),
-    "both": Setting(4, {"accumulation_steps": 3, "microbatch_size": 3}, False),
-    "recomputed": Setting(12, {"microbatch_size": 5, "loss_over": "batch"}, True),
-    "batches of three": Setting(3, {"accumulation_steps": 4}, False),
-    "batches of one": Setting(1, {"accumulation_steps": 12}, False),
-    "microbatches of one": Setting(12, {"microbatch_size": 1}, True),
-    "added up": Setting(12, {"microbatch_size": 5, "loss_over": "microbatch"}, True),
-    "recomputed windows": Setting(
-        4, {"accumulation_steps": 3, "microbatch_size": 3, "loss_over": "batch"}, False
-    ),
-    "left out": Setting(12, {"microbatch_size": 5, "skip_nonfinite": True}, True),
-    "windows that may be left out": Setting(
-        4, {"accumulation_steps": 3, "skip_nonfinite": True}, False
-    ),
+# Arguments of `accumulate`, of which windows of 12 samples are made.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "windows": {"accumulation_steps": 3},
+    "split": {"microbatch_size": 5},
+    "both": {"accumulation_steps": 3, "microbatch_size": 3},
+    "recomputed": {"microbatch_size": 5, "loss_over": "batch"},
+    "batches of three": {"accumulation_steps": 4},
+    "batches of one": {"accumulation_steps": 12},
+    "microbatches of one": {"microbatch_size": 1},
+    "added up": {"microbatch_size": 5, "loss_over": "microbatch"},
+    "recomputed windows": {"accumulation_steps": 3, "microbatch_size": 3, "loss_over": "batch"},
+    "left out": {"microbatch_size": 5, "skip_nonfinite": True},
+    "windows that may be left out": {"accumulation_steps": 3, "skip_nonfinite": True},
 }
 USUAL = (*("windows", "split", "both", "recomputed"), *("batches of one", "microbatches of one"))
+
+
+def rows_of(settings):
+    """Return the samples of a batch."""
+    return WINDOW // settings.get("accumulation_steps", 1)
 
 
 ALL = ("weights", "variables", "seeds", "optimizer", "updates", "logs")
@@ -178,7 +166,7 @@ class Case:
 
     def of_setting(self, table, setting, default):
         """Return what a table by settings and backends has for one, the closest name first."""
-        place = "within" if SETTINGS[setting].is_within else "across"
+        place = "across" if "accumulation_steps" in SETTINGS[setting] else "within"
         return table.get(setting, table.get(place, table.get(BACKEND, default)))
 
 
@@ -245,8 +233,9 @@ class OfUpdates(keras.callbacks.Callback):
             }
 
 
-def trained(case, data, rows, **settings):
+def trained(case, data, **settings):
     """Return what a training through `fit` leaves behind, plain without settings."""
+    rows = rows_of(settings)
     of_updates = OfUpdates(len(keras.tree.flatten(data)[0]), rows)
     fit = {**case.fit, "callbacks": [*case.fit.get("callbacks", ()), of_updates]}
     with warnings.catch_warnings(record=True) as caught:
@@ -304,7 +293,7 @@ def plain(case, dtype):
     model = seeded(case.make)
     if not model.built:
         model(keras.tree.map_structure(lambda x: x[:1], data[0]))
-    return state_of(model), trained(case, data, 12)
+    return state_of(model), trained(case, data)
 
 
 def roundings(case, dtype):
@@ -320,14 +309,14 @@ def roundings(case, dtype):
     if dtype.startswith("mixed"):
         set_dtype("float32")
         scales = functools.partial(scaled, case.compile, dtype)
-        other = trained(dataclasses.replace(case, compile=scales), data, 12)
+        other = trained(dataclasses.replace(case, compile=scales), data)
         set_dtype(dtype)
         yield {name: 3 * value for name, value in differences(other, expected, start).items()}
     for changed in (
         *(reordered(data, 12, seed) for seed in range(3)),
         *(rounded(data, seed) for seed in range(24)),
     ):
-        yield differences(trained(case, changed, 12), expected, start)
+        yield differences(trained(case, changed), expected, start)
 
 
 def scaled(compile_args, dtype):
@@ -350,10 +339,9 @@ def compared(case, setting, dtype, compares):
     Returns:
         The new warnings, all differences, and those that are more than what is allowed, beside it.
     """
-    rows, settings, _ = SETTINGS[setting]
     start, expected = plain(case, dtype)
     assert_changed(expected.weights, start.weights)
-    found = trained(case, case.data(case.samples), rows, **settings)
+    found = trained(case, case.data(case.samples), **SETTINGS[setting])
     seen = differences(found, expected, start)
     allowed = dict.fromkeys(ALL, {**TOLERANCE, **ROUNDOFF}[dtype])
 
@@ -380,11 +368,10 @@ def kind_of(case, setting, dtype):
 
 def assert_refused(case, setting, refused):
     """Train a case that is refused, and assert that nothing was trained before, unless it may."""
-    rows, settings, _ = SETTINGS[setting]
     holder = keras.callbacks.Callback()  # of the model
-    callbacks = {**case.fit, "callbacks": [holder]}
+    held = dataclasses.replace(case, fit={**case.fit, "callbacks": [holder]})
     with pytest.raises((ValueError, RuntimeError), match=refused.text):
-        trained(dataclasses.replace(case, fit=callbacks), case.data(case.samples), rows, **settings)
+        trained(held, case.data(case.samples), **SETTINGS[setting])
     if holder.model is not None and not refused.is_late:
         state, start = state_of(holder.model), state_of(seeded(case.make))
         assert_equal(state.weights, start.weights)

@@ -14,7 +14,7 @@ import models
 import numpy as np
 import pytest
 import zoo
-from case import BACKEND, PRECISION, TRIED
+from case import BACKEND, PRECISION, TRIED, rows_of
 from conftest import set_dtype
 from helpers import (
     LIMIT,
@@ -68,11 +68,6 @@ def compiled(make=dense_model, compile_args=arguments, **settings):
         model = accumulate(model, **settings)
     model.compile(**compile_args())
     return model
-
-
-def rows_of(settings):
-    """Return the samples of a batch, of which windows of 12 are made."""
-    return 12 // settings.get("accumulation_steps", 1)
 
 
 def weights_after(batches, make, compile_args=arguments, **settings):

@@ -5,15 +5,14 @@ import csv
 import keras
 import numpy as np
 import pytest
-from case import BACKEND, PRECISION
+from case import BACKEND, PRECISION, WINDOW, rows_of
 from conftest import set_dtype
 from helpers import TOLERANCE, assert_close, dense_data, dense_model, relative_difference, seeded
 from keras import callbacks
 
 from ga_model import accumulate
 
-BIG = 12  # rows
-WAYS = {"windows": ({"accumulation_steps": 3}, 4), "split": ({"microbatch_size": 4}, BIG)}
+WAYS = {"windows": {"accumulation_steps": 3}, "split": {"microbatch_size": 4}}  # of 12 samples
 OF_LOGS = {"float64": 1e-10, "float32": 1e-5}[PRECISION]
 
 every_way = pytest.mark.parametrize("way", WAYS)
@@ -24,7 +23,7 @@ def precision(fresh_keras):
     set_dtype(PRECISION)
 
 
-def train(made, settings=None, rows=BIG, data=None, **of_optimizer):
+def train(made, settings, data=None, **of_optimizer):
     """Train a model with or without settings, with validation."""
     x, y = data or dense_data(42)  # with a window that is partial and ragged
     model = seeded(dense_model)
@@ -32,6 +31,7 @@ def train(made, settings=None, rows=BIG, data=None, **of_optimizer):
         accumulate(model, **settings)
     model.compile(keras.optimizers.Adam(0.05, **of_optimizer), "mse", metrics=["mae"])
     fit = {"epochs": 4, "shuffle": False, "verbose": 0, "callbacks": made}
+    rows = rows_of(settings)
     model.fit(x[:-12], y[:-12], batch_size=rows, validation_data=(x[-12:], y[-12:]), **fit)
     return model
 
@@ -97,11 +97,11 @@ def test_callbacks_steer_and_see_the_training_of_the_full_batch(name, way, tmp_p
     models, watches, folders = [], [], [tmp_path / "found", tmp_path / "expected"]
     averages = {"use_ema": True, "ema_momentum": 0.7} if "averages" in name else {}
     data = dense_data(48) if name == "saves by updates" else None  # updates of as many batches
-    for folder, (settings, rows) in zip(folders, (WAYS[way], (None, BIG))):
+    for folder, settings in zip(folders, (WAYS[way], {})):
         folder.mkdir()
-        made = MADE[name](folder, BIG // rows)
+        made = MADE[name](folder, settings.get("accumulation_steps", 1))
         watches.append(Watch())
-        models.append(train([*made, watches[-1]], settings, rows, data, **averages))
+        models.append(train([*made, watches[-1]], settings, data, **averages))
     start = seeded(dense_model).get_weights()
     assert_close(*models, start)
     assert models[0].history.epoch == models[1].history.epoch
@@ -134,10 +134,9 @@ def test_terminate_on_nan_stops_in_the_same_window(way):
     x[14] = np.nan  # in the second window of the first epoch
     batches = []
     count = callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batches.append(batch))
-    settings, rows = WAYS[way]
-    model = train([callbacks.TerminateOnNaN(), count], settings, rows, (x, y))
+    model = train([callbacks.TerminateOnNaN(), count], WAYS[way], (x, y))
     assert len(model.history.epoch) <= 1
-    assert -(-len(batches) * rows // BIG) == 2
+    assert -(-len(batches) * rows_of(WAYS[way]) // WINDOW) == 2
 
 
 def scalars(folder):
@@ -160,9 +159,9 @@ def scalars(folder):
 @every_way
 def test_tensorboard_shows_the_big_batchs_curves(way, tmp_path):
     shown = []
-    for settings, rows in (WAYS[way], (None, BIG)):
+    for settings in (WAYS[way], {}):
         folder = tmp_path / str(len(shown))
-        train([callbacks.TensorBoard(folder, histogram_freq=1)], settings, rows)
+        train([callbacks.TensorBoard(folder, histogram_freq=1)], settings)
         shown.append(scalars(folder))
     assert {"epoch_loss", "epoch_mae", "epoch_learning_rate"} <= {tag for _, tag, _ in shown[1]}
     assert shown[0].keys() == shown[1].keys()

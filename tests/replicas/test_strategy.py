@@ -16,7 +16,7 @@ import models
 import numpy as np
 import pytest
 import tensorflow as tf
-from case import BUT_LOGS, MSE, SETTINGS, Case, Setting, check, sgd
+from case import BUT_LOGS, MSE, SETTINGS, Case, check, rows_of, sgd
 from conftest import set_dtype
 from helpers import (
     Counting,
@@ -74,7 +74,7 @@ def loss_scale():
 WAYS = {
     "windows": (SETTINGS["windows"], 3),
     "split": (SETTINGS["split"], 2),
-    "both": (Setting(6, {"accumulation_steps": 2, "microbatch_size": 2}, False), 2),
+    "both": ({"accumulation_steps": 2, "microbatch_size": 2}, 2),
     "microbatches of one": (SETTINGS["microbatches of one"], 3),
 }
 SUITE = models.CASES | losses.CASES
@@ -120,10 +120,11 @@ def test_updates_are_those_of_one_device(name, way, monkeypatch):
 @pytest.mark.parametrize("way", WAYS)
 def test_several_optimizers_make_the_updates_of_one_device(way, float64):
     """Over the batch the step is plain Keras's, where replicas count alike whatever they have."""
-    ((rows, settings, _), replicas), data = WAYS[way], dense_data(31)
+    (settings, replicas), data = WAYS[way], dense_data(31)
     trained = functools.partial(train, TwoNetworks, lambda: {**of_two(), "loss": "mse"}, data)
     reference, start = trained(rows=12)
-    model, _ = trained(rows=rows, replicas=replicas, loss_over="microbatch", **settings)
+    given = {"rows": rows_of(settings), "replicas": replicas, "loss_over": "microbatch"}
+    model, _ = trained(**given, **settings)
     assert_close(model, reference, start)
 
 
