@@ -57,9 +57,9 @@ def arguments(**kwargs):
     return {**defaults, **kwargs}
 
 
-def trained(data, rows=12, make=dense_model, compile_args=arguments, **kwargs):
+def trained(data, rows=None, make=dense_model, compile_args=arguments, **kwargs):
     """Return a model trained through `fit`, and the weights that it began with."""
-    return train(make, compile_args, data, rows=rows, **kwargs)
+    return train(make, compile_args, data, rows=rows or rows_of(kwargs), **kwargs)
 
 
 def compiled(make=dense_model, compile_args=arguments, **settings):
@@ -151,7 +151,7 @@ def test_evaluate_in_a_callback_leaves_the_window_open():
     x, y = data = dense_data(36)
     evaluates = keras.callbacks.Callback()
     evaluates.on_train_batch_end = lambda batch, logs: evaluates.model.evaluate(x, y, verbose=0)
-    model, _ = trained(data, 4, epochs=1, fit_args={"callbacks": [evaluates]}, **WINDOWS)
+    model, _ = trained(data, epochs=1, fit_args={"callbacks": [evaluates]}, **WINDOWS)
     assert_close(model, *trained(data, epochs=1))
 
 
@@ -459,8 +459,7 @@ def test_nan_behind_sample_weights_of_zero_is_left_out(settings, first):
         return arguments(loss=keras.losses.MeanSquaredError("mean_with_sample_weight"), metrics=[])
 
     reference, start = trained((x[rest], y[rest]), 8, compile_args=mean, epochs=1)
-    data = bad, y, weights
-    found, _ = trained(data, rows_of(settings), compile_args=mean, epochs=1, **settings)
+    found, _ = trained((bad, y, weights), compile_args=mean, epochs=1, **settings)
     assert_close(found, reference, start)
     np.testing.assert_allclose(
         found.history.history["loss"], reference.history.history["loss"], rtol=1e-5
@@ -483,9 +482,9 @@ def test_the_one_microbatch_that_has_weight_is_itself_to_the_bit(settings):
     def keep():
         return {"optimizer": Keep(1.0)}
 
-    reference, _ = trained((x[4:8], y[4:8]), 4, losses.OF_POSITIVE, keep, epochs=1)
-    rows = rows_of(settings)
-    found, _ = trained((x, y), rows, losses.OF_POSITIVE, keep, epochs=1, **settings)
+    how = {"make": losses.OF_POSITIVE, "compile_args": keep, "epochs": 1}
+    reference, _ = trained((x[4:8], y[4:8]), 4, **how)
+    found, _ = trained((x, y), **how, **settings)
     for weight, expected in zip(found.get_weights(), reference.get_weights(), strict=True):
         assert weight.tobytes() == expected.tobytes()
 
@@ -501,7 +500,7 @@ class Net(AccumulatingModel, keras.Sequential):
 @pytest.mark.gate
 def test_files_open_without_this_package_and_on_each_backend(tmp_path):
     """On another backend without their optimizer, of which Keras names the backend's own class."""
-    model, _ = trained(dense_data(24), rows=4, **WINDOWS)
+    model, _ = trained(dense_data(24), **WINDOWS)
     model.save(tmp_path / "model.keras")
     assert type(keras.saving.load_model(tmp_path / "model.keras")) is keras.Sequential
     np.savez(tmp_path / "weights.npz", *model.get_weights())
@@ -662,7 +661,7 @@ class CountsSizes:
 @pytest.mark.parametrize("settings", [WINDOWS, PARTS])
 def test_nothing_is_tried_that_is_not_to_be_verified(settings):
     """It is told of where the assumed mean matters; and exact where the step sees all samples."""
-    rows, data = rows_of(settings), dense_data(24)
+    data = dense_data(24)
 
     def compile_args():
         return arguments(loss=CountsSizes(), metrics=None, run_eagerly=True)
@@ -670,13 +669,13 @@ def test_nothing_is_tried_that_is_not_to_be_verified(settings):
     reference, start = trained(data, compile_args=compile_args)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        model, _ = trained(data, rows, compile_args=compile_args, verify=False, **settings)
+        model, _ = trained(data, compile_args=compile_args, verify=False, **settings)
     is_within = "microbatch_size" in settings
     assert len([t for t in told(caught) if "With `verify=False` it is not known" in t]) == (
         0 if is_within else 1
     )
     assert_close(model, reference, start)
-    assert set(model.loss.sizes) <= {4, rows}  # and not the samples of a trial
+    assert set(model.loss.sizes) <= {4, rows_of(settings)}  # and not the samples of a trial
     with pytest.raises(TypeError, match="verify"):
         accumulate(dense_model(), verify="no")
 
@@ -1017,5 +1016,5 @@ def test_what_no_trial_shows_is_not_looked_for_in_every_window(monkeypatch):
     def make():
         return sequential((4,), layers.Dense(4, activity_regularizer="l2"), layers.Dense(2))
 
-    trained(dense_data(96), 12, make, **SPLIT)
+    trained(dense_data(96), make=make, **SPLIT)
     assert trial.of_microbatches.call_count <= 4
