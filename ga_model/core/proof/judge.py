@@ -37,18 +37,11 @@ class Judge:
         self._factor = 10.0 if runner.rounding == runner.epsilon else 4.0
         self._windows = tried if runner.is_folded else [w.as_unfolded() for w in tried]
         self._has_noise = False  # whether the effect of rounding is measured
-        self._part_norms: dict[tuple[int, int], list[float]] = {}  # norms of gradients, a cache
         self._outcomes = _outcomes(self._windows)
         self._candidates = list(candidates(self._windows, runner.has_own_loss, runner.of_shapes))
         has_weight = all(outcome.seen.loss_weight is not None for outcome in self._outcomes)
         if assumed is not None and (has_weight or assumed.source != "loss"):
             self._candidates.insert(0, assumed)
-
-    @functools.cached_property
-    def _norms(self) -> list[float]:
-        """The norm of all gradients of each window."""
-        of_windows = ([g for g in w.whole.gradients if g is not None] for w in self._windows)
-        return list(map(norm_of, of_windows))
 
     @property
     def is_moved(self) -> bool:
@@ -101,8 +94,7 @@ class Judge:
             scalars=scalars,
             watched=tuple(self._watched(weighing)),
             written=tuple(sorted(self.runner.written)),
-            has_seen_zero=weighing.is_divisor
-            and 0 in (_weight(weighing, o) for o in self._outcomes),
+            has_seen_zero=weighing.is_divisor and 0 in (o.weight(weighing) for o in self._outcomes),
             is_tried=True,
             fitting=tuple(exact),
         )
@@ -129,7 +121,7 @@ class Judge:
         """Yield the scalars that were constant in all outcomes, or proportional to the weight."""
         outcomes, weights = self._outcomes, np.ones(len(self._outcomes))
         if weighing.source not in ("loss", "sum"):
-            weights = np.asarray([_weight(weighing, outcome) for outcome in outcomes])
+            weights = np.asarray([outcome.weight(weighing) for outcome in outcomes])
         for name in sorted(_common_scalars(outcomes) - {weighing.source} - self.runner.of_shapes):
             values = np.asarray([float(o.seen.scalars[name]) for o in outcomes])
             for is_per_weight in (False, True) if weights.all() else (False,):
@@ -159,20 +151,16 @@ class Judge:
         Each is of the first window that differs, since the first starts from the actual weights.
         """
         differences: dict[str, float] = {}
-        for window, total_norm in zip(self._windows, self._norms):
+        for window in self._windows:
             shares = window.shares(weighing)
             if any(part.places != window.whole.places for part in window.parts):
                 return {_ORDER: inf}
             for number, place in enumerate(window.whole.places):
-                size = self._gradient_difference(window, number, shares, total_norm)
-                if size:
-                    name = self.runner.names[place]
-                    differences.setdefault(name, size)
+                if size := self._gradient_difference(window, number, shares):
+                    differences.setdefault(self.runner.names[place], size)
         return differences
 
-    def _gradient_difference(
-        self, window: Window, place: int, shares: list[float], total_norm: float
-    ) -> float:
+    def _gradient_difference(self, window: Window, place: int, shares: list[float]) -> float:
         whole = window.whole.gradients[place]
         parts = [part.gradients[place] for part in window.parts]
         if whole is None and all(part is None for part in parts):
@@ -180,13 +168,11 @@ class Judge:
         if whole is None or any(part is None for part in parts):
             return inf
         summed = _weighted_sum(shares, parts)
-        if (key := (id(window), place)) not in self._part_norms:
-            self._part_norms[key] = [norm_of([part]) for part in parts]
-        norms = self._part_norms[key]
+        norms = [part.norms[place] for part in window.parts]
         largest = max((abs(s) * size for s, size in zip(shares, norms) if s), default=0.0)
-        floor = 100 * self.runner.epsilon * (largest + total_norm)
+        floor = 100 * self.runner.epsilon * (largest + norm_of([window.whole.norms]))
         floor += self._noise(window, _getter("gradients", place))
-        return self._difference(summed, whole, floor, norm_of([whole]))
+        return self._difference(summed, whole, floor, window.whole.norms[place])
 
     def _value_differences(self, weighing: Weighing) -> dict[str, float]:
         """Return relative differences of variables after the update, by name."""
@@ -197,12 +183,12 @@ class Judge:
                 name = runner.names[place]
                 differences.setdefault(name, difference)
 
-        for window, total_norm in zip(self._windows, self._norms):
+        for window in self._windows:
             if any(part.places != window.whole.places for part in window.parts):
                 return {_ORDER: inf}
             final = [np.asarray(value).astype("float64") for value in window.parts[-1].values]
             shares = window.shares(weighing)
-            rounding = 100 * runner.epsilon * total_norm
+            rounding = 100 * runner.epsilon * norm_of([window.whole.norms])
             rates = list(zip(window.whole.places, window.whole.rates))
             floors = {place: rate * rounding for place, rate in rates}
             for number, (place, rate) in enumerate(rates):
@@ -318,8 +304,8 @@ def _common_scalars(outcomes: Sequence[Outcome]) -> set[str]:
 def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
     """Yield the weighings by a number, or by it times the samples, whose weights are additive."""
     plain = Weighing(source)
-    of_parts = [[_weight(plain, part) for part in window.parts] for window in tried]
-    wholes = [_weight(plain, window.whole) for window in tried]
+    of_parts = [[part.weight(plain) for part in window.parts] for window in tried]
+    wholes = [window.whole.weight(plain) for window in tried]
     all_weights = [*wholes, *(weight for weights in of_parts for weight in weights)]
     if not np.isfinite(all_weights).all() or len(set(all_weights)) == 1:
         return  # a constant
@@ -332,7 +318,7 @@ def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
         yield Weighing(source, epsilon=float(np.mean(extra)))
     by_sample = Weighing(source, times_samples=True)
     pairs = [
-        (_weight(by_sample, window.whole), sum(_weight(by_sample, part) for part in window.parts))
+        (window.whole.weight(by_sample), sum(part.weight(by_sample) for part in window.parts))
         for window in tried
     ]
     if all(abs(whole - parts) <= 1e-5 * abs(whole) for whole, parts in pairs):
@@ -341,16 +327,12 @@ def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
 
 def _is_bounded(source: str, divisors: Sequence[str], outcomes: Sequence[Outcome]) -> bool:
     """Return whether a number equals an earlier one in some outcomes only, as `maximum(n, 1)`."""
-    weights = [_weight(Weighing(source), outcome) for outcome in outcomes]
+    weights = [outcome.weight(Weighing(source)) for outcome in outcomes]
     earlier = (Weighing(name) for name in divisors if name < source)
     return any(
-        len({_weight(other, o) == weight for o, weight in zip(outcomes, weights)}) > 1
+        len({o.weight(other) == weight for o, weight in zip(outcomes, weights)}) > 1
         for other in earlier
     )
-
-
-def _weight(weighing: Weighing, outcome: Outcome) -> float:
-    return float(np.asarray(weighing.weight(outcome.seen)))
 
 
 def _weighted_sum(shares: Sequence[float], parts: Sequence[np.ndarray]) -> np.ndarray:

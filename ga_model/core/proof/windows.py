@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ga_model.base._types import Gradient, Scalar
+from ga_model.base._types import Gradient
 from ga_model.core.proof.weighing import Seen, Weighing
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Outcome(NamedTuple):
         added: values of losses that layers add.
         at_updates: values of the optimizers' scalars when these are applied, by index.
         terms: weights of the terms of the loss.
+        norms: norms of the gradients, 0 where there is none.
         unfolded: `numbers`, `logs` and `seen` for a step without a weight folded into its loss.
     """
 
@@ -67,6 +68,11 @@ class Outcome(NamedTuple):
     at_updates: dict[int, np.ndarray]
     terms: list[np.ndarray]
     unfolded: tuple[list[np.ndarray | None], dict[str, np.ndarray], Seen]
+    norms: tuple[float, ...] = ()
+
+    def weight(self, weighing: Weighing) -> float:
+        """Return the weight of the samples."""
+        return float(np.asarray(weighing.weight(self.seen)))
 
     def as_unfolded(self) -> Outcome:
         """Return the outcome without a weight folded into the loss; gradients must not differ."""
@@ -105,7 +111,7 @@ class Window(NamedTuple):
         """Return the share of each part in the weight of the window; NaN if that is zero."""
         if weighing.is_sum:
             return [1.0] * len(self.parts)
-        weights = [_number(weighing.weight(part.seen)) for part in self.parts]
+        weights = [part.weight(weighing) for part in self.parts]
         total = sum(weights) - (len(weights) - 1) * weighing.epsilon
         return [weight / total if total else float("nan") for weight in weights]
 
@@ -228,10 +234,12 @@ class _Entries:
         return [self._part(place, value) for place, value in enumerate(values)]
 
     def of(self, outcome: Outcome) -> Outcome:
-        """Return an outcome with the chosen entries of its arrays."""
+        """Return an outcome with the chosen entries of its arrays, and their norms."""
         pairs = zip(outcome.places, outcome.gradients)
         gradients = [None if g is None else self._part(place, g) for place, g in pairs]
-        return outcome._replace(gradients=gradients, values=self.values(outcome.values))
+        norms = tuple(0.0 if g is None else norm_of([g]) for g in gradients)
+        values = self.values(outcome.values)
+        return outcome._replace(gradients=gradients, values=values, norms=norms)
 
     def _part(self, place: int, array: np.ndarray) -> np.ndarray:
         chosen = self._chosen.get(place)
@@ -265,10 +273,6 @@ def norm_of(arrays: Sequence[ArrayLike]) -> float:
     """Return the Euclidean norm of all numbers in arrays."""
     # `np.linalg.norm` is avoided: its threads wait for those of PyTorch.
     return float(sum(np.sum(np.square(np.asarray(a, "float64"))) for a in arrays) ** 0.5)
-
-
-def _number(value: Scalar) -> float:
-    return float(np.asarray(value))
 
 
 def _perturbed(runner: StepRunner, noise: float, seed: int) -> list[np.ndarray]:
