@@ -165,7 +165,7 @@ class RecordedStep:
             for place, (value, count, mean) in enumerate(numbers)
         ]
         amounts += [
-            _weighed(own_logs[name], verdict.of_log(name), seen, position)
+            _weighed(own_logs[name], verdict.of_number(name), seen, position)
             for name in self.structure.own_logs
         ]
         gradients = [with_values(g, _numbers.widened) for g in gradients]

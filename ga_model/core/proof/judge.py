@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from ga_model.core.proof.verdict import LAST, WATCHED, Difference, Verdict
 from ga_model.core.proof.weighing import Watched, Weighing
 from ga_model.core.proof.windows import Outcome, Window, norm_of
 
+T = TypeVar("T")
 _ORDER = "the order of updates"
 _TOLERANCE = 2e-4  # relative; covers rounding that many float32 operations have amplified
 
@@ -35,11 +36,13 @@ class Judge:
         self.runner = runner
         # Tolerated multiple of the effect of rounding weights, which half precision makes larger.
         self._factor = 10.0 if runner.rounding == runner.epsilon else 4.0
-        self._windows = tried if runner.is_folded else [w.as_unfolded() for w in tried]
+        self._windows = tried
+        self._is_folded = runner.is_folded
         self._has_noise = False  # whether the effect of rounding is measured
         self._outcomes = _outcomes(self._windows)
-        self._candidates = list(candidates(self._windows, runner.has_own_loss, runner.of_shapes))
         has_weight = all(outcome.seen.loss_weight is not None for outcome in self._outcomes)
+        has_weight = has_weight and (runner.is_folded or runner.says_weight)
+        self._candidates = list(candidates(tried, runner, has_weight))
         if assumed is not None and (has_weight or assumed.source != "loss"):
             self._candidates.insert(0, assumed)
 
@@ -51,10 +54,9 @@ class Judge:
     @functools.cached_property
     def verdict(self) -> Verdict:
         """The verdict, with the assumed weighing if it is exact."""
-        verdict: Verdict = self._decide(self._verdict, lambda verdict: verdict.is_exact)
-        return verdict
+        return self._decide(self._verdict, lambda verdict: verdict.is_exact)
 
-    def _decide(self, judge: Callable[[], Any], is_good: Callable[[Any], bool]) -> Any:
+    def _decide(self, judge: Callable[[], T], is_good: Callable[[T], bool]) -> T:
         """Return a judgement. The costly effect of rounding is measured only if it is not good."""
         self._has_noise = self.runner.rounding > self.runner.epsilon
         if not is_good(judgement := judge()) and not self._has_noise:
@@ -74,21 +76,15 @@ class Judge:
         variables_off = self._value_differences(weighing)
         differences += [(n, size) for n, size in _by_size(variables_off) if n not in off[weighing]]
         first = self._windows[0].whole
-        numbers = tuple(
-            LAST if number is None else self._reduction(_getter("numbers", place))
-            for place, number in enumerate(first.numbers)
-        )
-        logs = tuple((n, self._reduction(_getter("logs", n))) for n in first.logs)
-        pairs = zip(self.runner.metrics, numbers)
-        differences += [(f"the metric {name!r}", inf) for name, w in pairs if w is None]
-        differences += [(f"the log {name!r}", inf) for name, w in logs if w is None]
+        keys = first.compared(self._is_folded)
+        numbers = tuple((key, self._reduction(_getter("numbers", key))) for key in keys)
+        differences += [(first.about[key][0], inf) for key, w in numbers if w is None]
         by_loss = first.seen.loss_weight is None if weighing.is_sum else weighing.source == "loss"
-        is_folded = self.runner.is_folded and by_loss
+        is_folded = self._is_folded and by_loss
         scalars = tuple(sorted(first.seen.scalars))
         return Verdict(
             weighing,
             numbers,
-            logs,
             tuple(Difference(*pair) for pair in differences),
             is_folded=is_folded,
             scalars=scalars,
@@ -101,19 +97,16 @@ class Judge:
 
     def agrees(self, known: Verdict) -> bool:
         """Return whether these windows agree with an earlier verdict."""
-        return bool(self._decide(functools.partial(self._agrees, known), bool))
+        return self._decide(functools.partial(self._agrees, known), bool)
 
     def _agrees(self, known: Verdict) -> bool:
-        numbers = [(_getter("numbers", place), w) for place, w in enumerate(known.numbers)]
-        logs = [(_getter("logs", name), weighing) for name, weighing in known.logs]
         return not (
             self._gradient_differences(known.weighing)
             or self._value_differences(known.weighing)
             or any(
-                not self._fits(window, weighing, get)
-                for get, weighing in [*numbers, *logs]
+                not self._fits(weighing, _getter("numbers", key))
+                for key, weighing in known.numbers
                 if weighing is not None and weighing != LAST
-                for window in self._windows
             )
         )
 
@@ -134,16 +127,14 @@ class Judge:
         """Return which of the user's own losses are means over samples, and which are sums."""
         first = self._windows[0].whole
         compiled = ((n, self._kind(_getter("compiled", n))) for n in sorted(first.compiled))
-        added = (self._kind(_getter("added", place)) for place in range(len(first.added)))
-        return Kinds(tuple(compiled), tuple(added))
+        return Kinds(tuple(compiled), tuple(self._kind(_getter("added", n)) for n in first.added))
 
     def _kind(self, get: Callable[[Outcome], Any]) -> str:
-        return self._decide(functools.partial(self._kind_if_known, get), bool) or "mean"
+        def fitting() -> list[str]:
+            kinds = {"mean": "samples", "sum": "sum"}
+            return [kind for kind, source in kinds.items() if self._fits(Weighing(source), get)]
 
-    def _kind_if_known(self, get: Callable[[Outcome], Any]) -> str:
-        is_sum = all(self._fits(window, Weighing("sum"), get) for window in self._windows)
-        is_mean = all(self._fits(window, Weighing("samples"), get) for window in self._windows)
-        return "mean" if is_mean else "sum" if is_sum else ""
+        return (self._decide(fitting, bool) or ["mean"])[0]
 
     def _gradient_differences(self, weighing: Weighing) -> dict[str, float]:
         """Return relative differences of gradients that are summed by a weighing, by variable.
@@ -212,12 +203,13 @@ class Judge:
 
     def _reduction(self, get: Callable[[Outcome], Any]) -> Weighing | None:
         """Return the weighing that gives the full batch's number from those of parts, or None."""
-        for weighing in (LAST, *self._candidates):
-            if all(self._fits(window, weighing, get) for window in self._windows):
-                return weighing
-        return None
+        return next((w for w in (LAST, *self._candidates) if self._fits(w, get)), None)
 
-    def _fits(self, window: Window, weighing: Weighing, get: Callable[[Outcome], Any]) -> bool:
+    def _fits(self, weighing: Weighing, get: Callable[[Outcome], Any]) -> bool:
+        """Return whether a weighing gives the full batch's number from those of parts."""
+        return all(self._fits_in(window, weighing, get) for window in self._windows)
+
+    def _fits_in(self, window: Window, weighing: Weighing, get: Callable[[Outcome], Any]) -> bool:
         whole = get(window.whole)
         parts = [get(part) for part in window.parts]
         if whole is None or any(part is None for part in parts):
@@ -255,7 +247,7 @@ class Judge:
 
 
 def candidates(
-    tried: Sequence[Window], has_own_loss: bool, of_shapes: Set[str]
+    tried: Sequence[Window], runner: StepRunner, has_loss_weight: bool
 ) -> Iterator[Weighing]:
     """Yield ways to weigh microbatches, the most specific first.
 
@@ -265,18 +257,18 @@ def candidates(
 
     Args:
         tried: windows.
-        has_own_loss: whether the loss is the user's own.
-        of_shapes: names of scalars that follow from shapes alone, and come after the samples.
+        runner: their runner. Scalars that follow from shapes alone come after the samples.
+        has_loss_weight: whether the denominator of the compiled losses is known.
     """
     if all(len(window.parts) == 1 for window in tried):
         yield Weighing("samples")  # any weight is exact
         return
-    outcomes = _outcomes(tried)
+    outcomes, of_shapes = _outcomes(tried), runner.of_shapes
     known_scalars = sorted(_common_scalars(outcomes))
     divisors = [name for name in known_scalars if name not in of_shapes]
     sources = list(divisors)
-    if all(outcome.seen.loss_weight is not None for outcome in outcomes):
-        sources = [*sources, "loss"] if has_own_loss else ["loss", *sources]
+    if has_loss_weight:
+        sources = [*sources, "loss"] if runner.has_own_loss else ["loss", *sources]
     sources += ["samples", *(name for name in known_scalars if name in of_shapes)]
     known_shares: list[list[float]] = []
     for weighing in (w for source in sources for w in _variants(source, tried)):
@@ -355,7 +347,6 @@ def _getter(field: str, key: int | str) -> Callable[[Outcome], Any]:
 
     def get(outcome: Outcome) -> Any:
         entries = getattr(outcome, field)
-        is_there = key in (entries if isinstance(entries, dict) else range(len(entries)))
-        return entries[key] if is_there else None
+        return dict(enumerate(entries) if isinstance(entries, list) else entries).get(key)
 
     return get

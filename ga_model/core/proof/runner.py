@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import keras
 import numpy as np
@@ -28,6 +28,7 @@ from ga_model.core.statistics import is_known
 from ga_model.core.user_code import parts_of
 from ga_model.core.weights import FullBatch
 
+About: TypeAlias = dict[int | str, tuple[str, bool]]  # see `Outcome`
 _ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # relative, of one operation
 
 
@@ -62,7 +63,6 @@ class StepRunner:
     Attributes:
         start: present values of all variables.
         names: names of the variables, for messages.
-        metrics: names of the metrics that got the numbers of an outcome; set by a run.
         trained: indices of the trained variables.
         is_ignored: for each variable, whether its value after a step is ignored: random state, or
             state of a metric that waits for the full batch.
@@ -71,6 +71,7 @@ class StepRunner:
         epsilon: rounding of one float32 operation, relative.
         has_warning: whether recording the step warns about its loss terms.
         has_own_loss: whether the loss, or a part of it, is the user's own.
+        says_weight: whether compiled losses or the user's rule determine the weight; set by a run.
         is_folded: as passed; may be set later.
         is_plain: whether folding leaves gradients unchanged; set by a run.
         written: paths of the variables that the step wrote to.
@@ -87,7 +88,7 @@ class StepRunner:
         self._kinds = kinds
         self.restore = restore
         self.is_folded, self.is_plain = is_folded, True
-        self.has_warning = self.has_own_loss = False
+        self.has_warning = self.has_own_loss = self.says_weight = False
         self.written: set[str] = set()
         optimizers = backend.optimizers()
         if not backend.has_several_optimizers:  # a step gets no variables of other optimizers
@@ -102,7 +103,6 @@ class StepRunner:
             f"the metric {of_metrics[id(v)].name!r}" if id(v) in of_metrics else v.path
             for v in self._variables
         ]
-        self.metrics: list[str] = []
         scales = [getattr(optimizer, "dynamic_scale", None) for optimizer in optimizers]
         self.scales = [self._places[id(scale)] for scale in scales if scale is not None]
         self.trained = list(range(len(model.trainable_variables)))
@@ -113,10 +113,9 @@ class StepRunner:
             id(v) not in random and id(v) not in metrics and not is_in(v, numbers)
             for v in self._variables
         ]
-        # By the samples of a run and of the window: variables and counter of each optimizer;
-        # whether each number is a loss; whether the compiled losses say a weight.
-        self._static: dict[tuple[int, int], tuple[list[tuple[list[int], int]], list[bool], bool]]
-        self._static = {}
+        # By the samples of a run and of the window: variables and counter of each optimizer, and
+        # `Outcome.about`.
+        self._static: dict[tuple[int, int], tuple[list[tuple[list[int], int]], About]] = {}
         self.epsilon = float(np.finfo("float32").eps)
         self._dtypes = {layer.compute_dtype for layer in layers_in(model)}  # runs add theirs
         self.of_shapes: set[str] = set()
@@ -159,21 +158,15 @@ class StepRunner:
             lambda x: None if x is None else ops.convert_to_numpy(x),
             run(values, data, totals, *scalar_arguments),
         )
-        applied, are_losses, has_weight = self._static[rows, total]
-        seen = Seen(rows, scalars, loss_weight if has_weight else None)
-        unfolded = numbers, logs, seen
-        if self.is_folded:  # losses are combined exactly, by their known denominators
-            numbers = [None if is_loss else number for number, is_loss in zip(numbers, are_losses)]
-            logs, seen = {}, Seen(rows, scalars, loss_weight)
+        applied, about = self._static[rows, total]
         rates = [float(rate) for rate in rates] or [0.0] * len(applied)
         return Outcome(
             places=[place for places, _ in applied for place in places],
             rates=[rate for (places, _), rate in zip(applied, rates) for _ in places],
             counters=[counter for (_, counter), rate in zip(applied, rates) if rate],
-            numbers=numbers,
-            logs=logs,
-            seen=seen,
-            unfolded=unfolded,
+            numbers={**dict(enumerate(numbers)), **logs},
+            about=about,
+            seen=Seen(rows, scalars, loss_weight),
             **fields,
         )
 
@@ -239,19 +232,22 @@ class StepRunner:
             ([self._places[id(v)] for v in a.variables], self._places[id(counter)])
             for a, counter in zip(applied, counters)
         ]
-        are_losses = [mean is not None for mean in recording.means()]
-        self._static[rows, total] = of_applied, are_losses, recording.says_weight
+        self.says_weight = recording.says_weight
         self.is_plain = self.is_plain and losses.terms().is_plain and not self.scales
-        self.metrics = [update.metric.name for update, _ in recording.updates()]
         terms = [0.0 if term.weight is None else term.weight for term in losses.compiled]
         loss_weight = losses.terms().weight
         loss_weight = None if loss_weight is None else _numbers.float64(loss_weight)
         own_logs = recording.split_logs(logs)[0]
+        metrics = [update.metric.name for update, _ in recording.updates()]
+        are_losses = [mean is not None for mean in recording.means()]
+        about: About = dict(enumerate(zip((f"the metric {n!r}" for n in metrics), are_losses)))
+        about |= {name: (f"the log {name!r}", True) for name in own_logs}
+        self._static[rows, total] = of_applied, about
         fields = {
             "gradients": recording.gradients,
             "terms": [_numbers.float64(weight) for weight in terms],
             "compiled": dict(losses.values),
-            "added": [_numbers.float64(value) for value in losses.added],
+            "added": dict(enumerate(map(_numbers.float64, losses.added))),
             "at_updates": {
                 self._places[id(v)]: value
                 for v, value in recording.at_updates

@@ -218,4 +218,4 @@ def assumed_of(is_own: bool, kinds: Kinds | None = None) -> Verdict:
     """Return the verdict on a step that is not or cannot be tried."""
     differences = (Difference("everything", float("inf")),)
     weighing = Weighing("samples" if is_own else "loss")
-    return Verdict(weighing, (), (), differences, is_folded=not is_own, kinds=kinds or Kinds())
+    return Verdict(weighing, (), differences, is_folded=not is_own, kinds=kinds or Kinds())

@@ -42,8 +42,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         weighing: weighing of its gradients.
-        numbers: weighings of the numbers that metrics get, in their order; None where none fits.
-        logs: names and weighings of logged scalars; None where none fits.
+        numbers: weighings of the numbers that metrics get, by place, and of logged scalars, by
+            name; None where none fits.
         differences: remaining differences from the full batch, in gradients, variables and logs.
         default_weighing: weighing of numbers and logs without one of their own.
         is_folded: whether the weight is the compiled loss's denominator, and is folded into it.
@@ -57,8 +57,7 @@ class Verdict(NamedTuple):
     """
 
     weighing: Weighing
-    numbers: tuple[Weighing | None, ...] = ()
-    logs: tuple[tuple[str, Weighing | None], ...] = ()
+    numbers: tuple[tuple[int | str, Weighing | None], ...] = ()
     differences: tuple[Difference, ...] = ()
     default_weighing: Weighing = Weighing("samples")
     is_folded: bool = False
@@ -82,7 +81,7 @@ class Verdict(NamedTuple):
     @property
     def needed_scalars(self) -> list[str]:
         """Names of the scalars that are used as weights."""
-        weighings = [self.weighing, *self.numbers, *(weighing for _, weighing in self.logs)]
+        weighings = [self.weighing, *(weighing for _, weighing in self.numbers)]
         return sorted({w.source for w in weighings if w is not None and w.is_divisor})
 
     def is_known_in(self, seen: Seen, has_split_calls: bool) -> bool:
@@ -158,15 +157,9 @@ class Verdict(NamedTuple):
         every = tuple(sorted({*self.written, *written}))
         return self._replace(watched=(), has_seen_zero=True, written=every)
 
-    def of_log(self, name: str) -> Weighing:
-        """Return the weighing of a scalar that the step logs."""
-        return self._or_otherwise(dict(self.logs).get(name))
-
-    def of_number(self, place: int) -> Weighing:
-        """Return the weighing of a number that a metric gets."""
-        return self._or_otherwise(self.numbers[place] if place < len(self.numbers) else None)
-
-    def _or_otherwise(self, weighing: Weighing | None) -> Weighing:
+    def of_number(self, key: int | str) -> Weighing:
+        """Return the weighing of a number that a metric gets, or of a logged scalar."""
+        weighing = dict(self.numbers).get(key)
         # A number that fits the last microbatch is nearly the same in all.
         return self.default_weighing if weighing is None or weighing == LAST else weighing
 

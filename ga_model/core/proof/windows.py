@@ -44,15 +44,16 @@ class Outcome(NamedTuple):
         rates: rate of the surrogate update of each of them.
         counters: indices of the `iterations` variables that it increments.
         values: values of all variables after the step.
-        numbers: numbers that metrics get, which wait for the full batch; None for losses.
-        logs: logged scalars that are not results of metrics.
+        numbers: numbers that metrics get, which wait for the full batch, by place; and logged
+            scalars that are not results of metrics, by name.
+        about: the name of each of these, and whether it is exact if a weight is folded into the
+            loss, because its denominator is known.
         seen: what the step shows about the weight.
         compiled: values of the user's own compiled losses that return a scalar, by name.
-        added: values of losses that layers add.
+        added: values of losses that layers add, by place.
         at_updates: values of the optimizers' scalars when these are applied, by index.
         terms: weights of the terms of the loss.
         norms: norms of the gradients, 0 where there is none.
-        unfolded: `numbers`, `logs` and `seen` for a step without a weight folded into its loss.
     """
 
     gradients: list[Gradient]
@@ -60,24 +61,22 @@ class Outcome(NamedTuple):
     rates: list[float]
     counters: list[int]
     values: list[np.ndarray]
-    numbers: list[np.ndarray | None]
-    logs: dict[str, np.ndarray]
+    numbers: dict[int | str, np.ndarray]
+    about: dict[int | str, tuple[str, bool]]
     seen: Seen
     compiled: dict[str, np.ndarray]
-    added: list[np.ndarray]
+    added: dict[int, np.ndarray]
     at_updates: dict[int, np.ndarray]
     terms: list[np.ndarray]
-    unfolded: tuple[list[np.ndarray | None], dict[str, np.ndarray], Seen]
     norms: tuple[float, ...] = ()
 
     def weight(self, weighing: Weighing) -> float:
         """Return the weight of the samples."""
         return float(np.asarray(weighing.weight(self.seen)))
 
-    def as_unfolded(self) -> Outcome:
-        """Return the outcome without a weight folded into the loss; gradients must not differ."""
-        numbers, logs, seen = self.unfolded
-        return self._replace(numbers=numbers, logs=logs, seen=seen)
+    def compared(self, is_folded: bool) -> list[int | str]:
+        """Return the keys of the numbers that are not exact by themselves."""
+        return [key for key in self.numbers if not (is_folded and self.about[key][1])]
 
 
 class Window(NamedTuple):
@@ -101,11 +100,6 @@ class Window(NamedTuple):
         """Whether any gradient is nonzero."""
         gradients = [g for part in self.parts for g in part.gradients if g is not None]
         return any(self.whole.rates) or any((np.isfinite(g) & (g != 0)).any() for g in gradients)
-
-    def as_unfolded(self) -> Window:
-        """Return the window without weights folded into the loss."""
-        parts = [part.as_unfolded() for part in self.parts]
-        return self._replace(whole=self.whole.as_unfolded(), parts=parts)
 
     def shares(self, weighing: Weighing) -> list[float]:
         """Return the share of each part in the weight of the window; NaN if that is zero."""
@@ -184,8 +178,8 @@ def _in_parts(
     Returns:
         The window, or None if its numbers are not finite and show nothing.
     """
-    numbers = [v for v in (*start.whole.numbers, *start.whole.logs.values()) if v is not None]
-    if start.seed and not all(np.isfinite(v).all() for v in numbers):
+    numbers = [start.whole.numbers[key] for key in start.whole.compared(runner.is_folded)]
+    if start.seed and not all(np.isfinite(number).all() for number in numbers):
         return None
     values = start.values(runner) if values is None else values
     parts, state, begin, total = [], values, 0, sum(start.sizes)
