@@ -29,7 +29,7 @@ _HUGE = 50_000_000  # and with more than this in one
 _MANY = 65_536  # most entries of an array that are compared, and kept
 _NOISE = (0.0, 0.3, 2.0, 8.0)  # of the starts, relative to the root mean square of a weight
 _INFINITE = 1e30  # counts as overflow; its inverse, as a rate, is still a normal float32 number
-_SCALES = (1.0, 2.0**-10, 2.0**-20)  # factors of the loss scale, in turn while gradients overflow
+_SCALES = (1.0, 2.0**-10, 2.0**-30)  # factors of the loss scale, in turn while gradients overflow
 
 # Ways to cut the samples of a window: the numbers of samples of the parts.
 Cuts = tuple[tuple[int, ...], ...]
@@ -122,82 +122,65 @@ def windows(runner: StepRunner, cuts: Cuts, is_brief: bool = False) -> Iterator[
     is_brief = is_brief or size > _HUGE
     starts = 1 if is_brief else 2 if size > _LARGE else len(_NOISE)
     chosen: _Entries | None = None
-    without_gradient, is_seen = [], False  # one of these is enough if no start has a gradient
+    # Of the starts without a gradient, one is enough if no start has a gradient.
+    without_gradient, is_seen = list[Callable[[], Window | None]](), False
     for number, noise in enumerate(_NOISE[:starts]):
-        values, sizes = _perturbed(runner, noise, number), cuts[number % len(cuts)]
-        if (whole := _run_until_finite(runner, sum(sizes), values)) is None:
+        sizes = cuts[number % len(cuts)]
+        for scale in _SCALES if runner.scales else _SCALES[:1]:
+            values = functools.partial(_perturbed, runner, noise, number, scale)
+            whole = _from_start(runner, sum(sizes), values())
+            if not _overflows([whole]):
+                break
+        else:
             continue
         chosen = chosen or _Entries(whole)
-        scales = [values[place] for place in runner.scales]
-        start = _Start(noise, number, sizes, scales, chosen, chosen.of(whole))
+        whole = chosen.of(whole)
+        in_parts = functools.partial(_in_parts, runner, values, sizes, chosen, whole)
+        numbers = [whole.numbers[key] for key in whole.compared(runner.is_folded)]
+        if number and not all(np.isfinite(value).all() for value in numbers):
+            continue  # they show nothing
         if not any(whole.rates):
-            without_gradient.append(start)
-        elif window := _in_parts(runner, start, values):
+            without_gradient.append(in_parts)
+        elif window := in_parts():
             is_seen = True
             yield window
-    for start in without_gradient if is_seen else without_gradient[:1]:
-        window = _in_parts(runner, start)
+    for delayed in without_gradient if is_seen else without_gradient[:1]:
+        window = delayed()
         if window and (is_seen or window.is_moved):
             yield window
 
 
-class _Start(NamedTuple):
-    """The start of a window.
+def _in_parts(
+    runner: StepRunner,
+    start: Callable[[], list[np.ndarray]],
+    sizes: tuple[int, ...],
+    chosen: _Entries,
+    whole: Outcome,
+) -> Window | None:
+    """Run a window in parts, and return it, or None if gradients overflow.
 
-    Attributes:
-        noise, seed: size and seed of the perturbation of weights.
+    Args:
+        start: computes the values of all variables, which are not kept to save memory.
         sizes: numbers of samples of the parts.
-        scales: values of the loss scales.
         chosen: the entries to compare.
         whole: outcome of all samples at once.
     """
-
-    noise: float
-    seed: int
-    sizes: tuple[int, ...]
-    scales: list[np.ndarray]
-    chosen: _Entries
-    whole: Outcome
-
-    def values(self, runner: StepRunner) -> list[np.ndarray]:
-        """Compute the values of all variables, which are not kept to save memory."""
-        values = _perturbed(runner, self.noise, self.seed)
-        for place, scale in zip(runner.scales, self.scales):
-            values[place] = scale
-        return values
-
-
-def _in_parts(
-    runner: StepRunner, start: _Start, values: list[np.ndarray] | None = None
-) -> Window | None:
-    """Run a window in parts.
-
-    Args:
-        values: values of all variables at the start, or None to compute them.
-
-    Returns:
-        The window, or None if its numbers are not finite and show nothing.
-    """
-    numbers = [start.whole.numbers[key] for key in start.whole.compared(runner.is_folded)]
-    if start.seed and not all(np.isfinite(number).all() for number in numbers):
-        return None
-    values = start.values(runner) if values is None else values
-    parts, state, begin, total = [], values, 0, sum(start.sizes)
+    parts, values, begin, total = [], start(), 0, sum(sizes)
+    start_values = chosen.values(values)
     runner.restore()
-    for size in start.sizes:
-        part = runner.run(begin, begin + size, state, start.whole)
-        state, begin = part.values, begin + size
+    for size in sizes:
+        part = runner.run(begin, begin + size, values, whole)
+        values, begin = part.values, begin + size
         # Only the values after the last part are compared.
-        parts.append(start.chosen.of(part if begin == total else part._replace(values=[])))
+        parts.append(chosen.of(part if begin == total else part._replace(values=[])))
     if (runner.rounding > runner.epsilon or runner.scales) and _overflows(parts):
         return None
 
     @functools.cache
     def rounded() -> Outcome:
-        moved = _rounded(runner, start.values(runner))
-        return start.chosen.of(_from_start(runner, total, moved))
+        return chosen.of(_from_start(runner, total, _rounded(runner, start())))
 
-    return Window(start.chosen.values(values), start.whole, parts, rounded)
+    return Window(start_values, whole, parts, rounded)
 
 
 class _Entries:
@@ -246,17 +229,6 @@ def _from_start(runner: StepRunner, total: int, values: list[np.ndarray]) -> Out
     return runner.run(0, total, values)
 
 
-def _run_until_finite(runner: StepRunner, total: int, values: list[np.ndarray]) -> Outcome | None:
-    """Run the step on all samples, with smaller loss scales in `values` while it overflows."""
-    for factor in _SCALES if runner.scales else _SCALES[:1]:
-        for place in runner.scales:
-            values[place] = np.asarray(values[place] * factor, np.asarray(values[place]).dtype)
-        outcome = _from_start(runner, total, values)
-        if not _overflows([outcome]):
-            return outcome
-    return None
-
-
 def _overflows(outcomes: Sequence[Outcome]) -> bool:
     """Return whether gradients are not all finite, or are nearly infinite by a loss scale."""
     gradients = [g for outcome in outcomes for g in outcome.gradients if g is not None]
@@ -269,16 +241,22 @@ def norm_of(arrays: Sequence[ArrayLike]) -> float:
     return float(sum(np.sum(np.square(np.asarray(a, "float64"))) for a in arrays) ** 0.5)
 
 
-def _perturbed(runner: StepRunner, noise: float, seed: int) -> list[np.ndarray]:
-    """Return values of all variables with noise, also on weights that are zero."""
-    if not noise:
-        return list(runner.start)
+def _perturbed(runner: StepRunner, noise: float, seed: int, scale: float) -> list[np.ndarray]:
+    """Return values of all variables with noise, also on weights that are zero.
+
+    Args:
+        scale: factor for the loss scales.
+    """
     generator, values = np.random.default_rng(seed), list(runner.start)
+    for place in runner.scales:
+        values[place] = np.asarray(values[place] * scale, np.asarray(values[place]).dtype)
+    if not noise:
+        return values
     for place, value in enumerate(runner.start):
         value = np.asarray(value)
         if place in runner.trained and value.dtype.kind != "i":
-            scale = noise * max(norm_of([value]) / max(value.size, 1) ** 0.5, 0.1)
-            moved = value + scale * generator.standard_normal(value.shape, "float32")
+            size = noise * max(norm_of([value]) / max(value.size, 1) ** 0.5, 0.1)
+            moved = value + size * generator.standard_normal(value.shape, "float32")
         elif not runner.may_perturb[place] or value.size != 1:
             continue
         elif value.dtype.kind in "iu":  # a counter, which may control a schedule
