@@ -95,8 +95,8 @@ class Findings:
         before = None if assumed is None else assumed.verdict.weighing
         with self._backend.on_one_replica():
             verdict, error = trial.of_step(step, data, rows, before)
-        if isinstance(error, trial.NothingSeenError):  # try the next batch, too
-            return Known(step, verdict._replace(differences=()), is_unseen=True)
+        if error is None and not verdict.is_tried:  # try the next batch, too
+            return Known(step, verdict, is_unseen=True)
         if assumed is not None:
             self._begin_again(assumed.verdict, verdict, window)
         return Known(step, verdict, self._warning_of(step, data, verdict, error))
@@ -126,7 +126,7 @@ class Findings:
             return
         with backend.on_one_replica():
             verdict, error = trial.of_microbatches(step, samples)
-        if isinstance(error, trial.NothingSeenError):
+        if error is None and not verdict.is_tried:  # no sample has a gradient
             return
         has_changed = self._revise(known, data, verdict, error)
         if written_in_training := sorted(written.difference(verdict.written)):  # not in a trial

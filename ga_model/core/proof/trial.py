@@ -39,13 +39,6 @@ def _cuts(backend: Backend, rows: int) -> Cuts:
     return (4 * size, 3 * size), (6, 1), (3, 4), (1, 6)
 
 
-class NothingSeenError(ValueError):
-    """The samples show no gradient, so nothing can be said about the step."""
-
-    def __init__(self) -> None:
-        super().__init__("All gradients are zero, or not finite.")
-
-
 def of_step(
     step: Step, data: Nest, rows: int, assumed: Weighing | None = None
 ) -> tuple[Verdict, Exception | None]:
@@ -60,39 +53,38 @@ def of_step(
         assumed: the weighing used so far, for microbatches without a gradient.
 
     Returns:
-        The verdict, and the error if the step cannot be tried.
+        The verdict, and the error if the step cannot be tried. If no sample has a gradient, there
+        is no error, and the verdict is an assumed one, which is not tried.
     """
     backend = step.backend
 
     def attempt(cuts: Cuts) -> tuple[Verdict, Exception | None]:
         cuts = tuple((sum(sizes),) for sizes in cuts) if step.is_single_microbatch else cuts
-        result: tuple[Verdict, Exception | None]
         try:
-            for samples in samples_for_trial(data, sum(cuts[0])):
-                result = _of_samples(step, samples, cuts, assumed)
-                if result[1] is None:
-                    break
-        except CannotAccumulateError:
-            raise
-        except Exception as error:  # too few samples, or arrays of different numbers of samples
-            return assumed_of(step.is_own), error
-        return result
+            choices = list(samples_for_trial(data, sum(cuts[0])))
+        except Exception as failure:  # too few samples, or arrays of different numbers of samples
+            return assumed_of(step.is_own), failure
+        for samples in choices:
+            verdict, error = _of_samples(step, samples, cuts, assumed)
+            if verdict.is_tried:
+                break
+        return verdict, error
 
     verdict, error = attempt(cuts := _cuts(backend, min(rows, int(num_rows(data)))))
-    if error is None or isinstance(error, NothingSeenError):
-        return verdict, error
+    if error is None:
+        return verdict, None
     if backend.retraces_after(error):
         result, next_error = attempt(cuts)
-        if next_error is None or isinstance(next_error, NothingSeenError):
-            return result, next_error
+        if next_error is None:
+            return result, None
         backend.retraces_after(error)  # switches back
     fallbacks: list[Cuts] = [((n, 2 * n), (2 * n, n)) for n in range(2, rows + 1) if rows % n == 0]
     if backend.out_of_memory(error) is not None:
         fallbacks = [((1, 1, 1),)]
     for cuts in fallbacks:
-        verdict, next_error = attempt(cuts)
-        if next_error is None:
-            return verdict, None
+        result, _ = attempt(cuts)
+        if result.is_tried:
+            return result, None
     return verdict, error
 
 
@@ -180,7 +172,7 @@ def _of_samples(
         except Exception as error:  # user code may raise anything on other samples
             return assumed_of(step.is_own, kinds), error
         if not judge.is_moved:
-            return assumed_of(step.is_own, kinds), NothingSeenError()
+            return assumed_of(step.is_own, kinds)._replace(differences=()), None
     if runner.has_warning and not step.is_split:
         verdict = verdict._replace(weighing=Weighing("loss"), differences=(), is_folded=True)
     return verdict, None
