@@ -183,31 +183,25 @@ class StepRunner:
     ) -> tuple[Nest, dict[str, Scalar], dict[str, Nest]]:
         for variable, value in zip(self._variables, values):
             variable.assign(value)
-        step = functools.partial(self._step, rows, total)
         draws = Draws(rows, total, begin, number)
-        arguments = data, totals, moves_by, begin
-        (numbers, fields), noted = self._backend.noting(step, arguments, draws)
+        step = functools.partial(self._step, draws, totals, moves_by)
+        (numbers, fields), noted = self._backend.noting(step, (data,), draws)
         self._dtypes |= noted.dtypes
         self.of_shapes |= noted.of_shapes
         return numbers, noted.scalars, {**fields, "values": self._values()}
 
     def _step(
-        self,
-        rows: int,
-        total: int,
-        data: Nest,
-        totals: list[Scalar],
-        moves_by: Scalar,
-        begin: Scalar,
+        self, draws: Draws, totals: list[Scalar], moves_by: Scalar, data: Nest
     ) -> tuple[tuple[Nest, ...], dict[str, Nest]]:
         """Return the numbers that an outcome is computed from, and fields of it."""
         model, backend = self._model, self._backend
-        is_part, whole = rows < total, None
+        rows, total, whole = draws.rows, draws.total, None
+        is_part = rows < total
         if is_part and self._is_split:
             whole = FullBatch(_numbers.float64(total), True, lambda: totals)
         zero, parts = _numbers.float64(0.0), _numbers.float64(3.0 if is_part else 1.0)
         # The unit is the weight, so gradients are those of the loss.
-        position = Position(1.0, parts, 1.0, begin == 0, zero, whole)
+        position = Position(1.0, parts, 1.0, draws.begin == 0, zero, whole)
         moves_by = 0.0 if is_part else moves_by  # a Python number, known in a trace
         options = {"is_own": not self.is_folded, "moves_by": moves_by, "waits": is_part}
         with (
