@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import Any, TypeVar
@@ -16,7 +17,6 @@ from ga_model.core.proof.weighing import Watched, Weighing
 from ga_model.core.proof.windows import Outcome, Window, norm_of
 
 T = TypeVar("T")
-_ORDER = "the order of updates"
 _TOLERANCE = 2e-4  # relative; covers rounding that many float32 operations have amplified
 
 
@@ -36,20 +36,59 @@ class Judge:
         self.runner = runner
         # Tolerated multiple of the effect of rounding weights, which half precision makes larger.
         self._factor = 10.0 if runner.rounding == runner.epsilon else 4.0
-        self._windows = tried
-        self._is_folded = runner.is_folded
+        self._windows, self._is_folded = tried, runner.is_folded
         self._has_noise = False  # whether the effect of rounding is measured
-        self._outcomes = _outcomes(self._windows)
+        self._outcomes = [o for window in tried for o in (window.whole, *window.parts)]
         has_weight = all(outcome.seen.loss_weight is not None for outcome in self._outcomes)
-        has_weight = has_weight and (runner.is_folded or runner.says_weight)
-        self._candidates = list(candidates(tried, runner, has_weight))
-        if assumed is not None and (has_weight or assumed.source != "loss"):
+        self._has_weight = has_weight and (runner.is_folded or runner.says_weight)
+        self._candidates = list(self._weighings())
+        if assumed is not None and (self._has_weight or assumed.source != "loss"):
             self._candidates.insert(0, assumed)
+
+    @functools.cached_property
+    def _scalars(self) -> list[str]:
+        """The names of the scalars that are in all outcomes."""
+        return sorted(set.intersection(*(set(o.seen.scalars) for o in self._outcomes)))
+
+    @functools.cached_property
+    def _has_one_order(self) -> bool:
+        """Whether the parts update the same variables in the same order as the full batch."""
+        return all(part.places == w.whole.places for w in self._windows for part in w.parts)
 
     @property
     def is_moved(self) -> bool:
         """Whether any gradient is nonzero."""
         return any(window.is_moved for window in self._windows)
+
+    def _weighings(self) -> Iterator[Weighing]:
+        """Yield ways to weigh microbatches, the most specific first.
+
+        A divisor of the step may equal the number of samples by chance, so divisors come before
+        that number, and before the assumed denominator of a user's own loss. Divisors come in the
+        order of the step, by name: a number before its bound, which the step divides by. Scalars
+        that follow from shapes alone come last.
+        """
+        tried, of_shapes = self._windows, self.runner.of_shapes
+        if all(len(window.parts) == 1 for window in tried):
+            yield Weighing("samples")  # any weight is exact
+            return
+        divisors = [name for name in self._scalars if name not in of_shapes]
+        sources = list(divisors)
+        if self._has_weight:
+            sources = [*sources, "loss"] if self.runner.has_own_loss else ["loss", *sources]
+        sources += ["samples", *(name for name in self._scalars if name in of_shapes)]
+        known_shares: list[list[float]] = []
+        for weighing in (w for source in sources for w in _variants(source, tried)):
+            shares = [share for window in tried for share in window.shares(weighing)]
+            if weighing.source in of_shapes and 0 in shares:
+                continue  # a part has samples, but a divisor of 0: the step treats few differently
+            if weighing.epsilon and _is_bounded(weighing.source, divisors, self._outcomes):
+                continue
+            is_known = any(np.allclose(shares, other, rtol=1e-9, atol=0) for other in known_shares)
+            if np.isfinite(shares).all() and (not is_known or weighing == Weighing("samples")):
+                known_shares.append(shares)
+                yield weighing
+        yield Weighing("sum")
 
     @functools.cached_property
     def verdict(self) -> Verdict:
@@ -69,23 +108,20 @@ class Judge:
         exact = [weighing for weighing, differing in off.items() if not differing]
         plain = [w for w in self._candidates if w.source in ("loss", "samples", "sum")]
         weighing = exact[0] if exact else min(plain, key=lambda w: _badness(off[w]))
-        differences = [
-            (n if n == _ORDER else f"the gradient of {n}", size)
-            for n, size in _by_size(off[weighing])
-        ]
-        variables_off = self._value_differences(weighing)
-        differences += [(n, size) for n, size in _by_size(variables_off) if n not in off[weighing]]
+        differences = _by_size(off[weighing])
+        of_variables = _by_size(self._value_differences(weighing))
+        differences += [d for d in of_variables if _gradient_of(d.what) not in off[weighing]]
         first = self._windows[0].whole
         keys = first.compared(self._is_folded)
         numbers = tuple((key, self._reduction(_getter("numbers", key))) for key in keys)
-        differences += [(first.about[key][0], inf) for key, w in numbers if w is None]
+        differences += [Difference(first.about[key][0], inf) for key, w in numbers if w is None]
         by_loss = first.seen.loss_weight is None if weighing.is_sum else weighing.source == "loss"
         is_folded = self._is_folded and by_loss
         scalars = tuple(sorted(first.seen.scalars))
         return Verdict(
             weighing,
             numbers,
-            tuple(Difference(*pair) for pair in differences),
+            tuple(differences),
             is_folded=is_folded,
             scalars=scalars,
             watched=tuple(self._watched(weighing)),
@@ -115,7 +151,9 @@ class Judge:
         outcomes, weights = self._outcomes, np.ones(len(self._outcomes))
         if weighing.source not in ("loss", "sum"):
             weights = np.asarray([outcome.weight(weighing) for outcome in outcomes])
-        for name in sorted(_common_scalars(outcomes) - {weighing.source} - self.runner.of_shapes):
+        for name in self._scalars:
+            if name == weighing.source or name in self.runner.of_shapes:
+                continue
             values = np.asarray([float(o.seen.scalars[name]) for o in outcomes])
             for is_per_weight in (False, True) if weights.all() else (False,):
                 ratios = values / weights if is_per_weight else values
@@ -137,18 +175,18 @@ class Judge:
         return (self._decide(fitting, bool) or ["mean"])[0]
 
     def _gradient_differences(self, weighing: Weighing) -> dict[str, float]:
-        """Return relative differences of gradients that are summed by a weighing, by variable.
+        """Return relative differences of gradients that are summed by a weighing, by name.
 
         Each is of the first window that differs, since the first starts from the actual weights.
         """
+        if not self._has_one_order:
+            return {"the order of updates": inf}
         differences: dict[str, float] = {}
         for window in self._windows:
             shares = window.shares(weighing)
-            if any(part.places != window.whole.places for part in window.parts):
-                return {_ORDER: inf}
             for number, place in enumerate(window.whole.places):
                 if size := self._gradient_difference(window, number, shares):
-                    differences.setdefault(self.runner.names[place], size)
+                    differences.setdefault(_gradient_of(self.runner.names[place]), size)
         return differences
 
     def _gradient_difference(self, window: Window, place: int, shares: list[float]) -> float:
@@ -166,7 +204,7 @@ class Judge:
         return self._difference(summed, whole, floor, window.whole.norms[place])
 
     def _value_differences(self, weighing: Weighing) -> dict[str, float]:
-        """Return relative differences of variables after the update, by name."""
+        """Return relative differences of variables after the update, by name, if it is one."""
         runner, differences = self.runner, dict[str, float]()
 
         def compare(place: int, value: np.ndarray, floor: float, size: float) -> None:
@@ -174,9 +212,7 @@ class Judge:
                 name = runner.names[place]
                 differences.setdefault(name, difference)
 
-        for window in self._windows:
-            if any(part.places != window.whole.places for part in window.parts):
-                return {_ORDER: inf}
+        for window in self._windows if self._has_one_order else ():
             final = [np.asarray(value).astype("float64") for value in window.parts[-1].values]
             shares = window.shares(weighing)
             rounding = 100 * runner.epsilon * norm_of([window.whole.norms])
@@ -246,53 +282,6 @@ class Judge:
         return difference / size if size else inf
 
 
-def candidates(
-    tried: Sequence[Window], runner: StepRunner, has_loss_weight: bool
-) -> Iterator[Weighing]:
-    """Yield ways to weigh microbatches, the most specific first.
-
-    A divisor of the step may equal the number of samples by chance, so divisors come before that
-    number, and before the assumed denominator of a user's own loss. Divisors come in the order of
-    the step, by name: a number before its bound, which the step divides by.
-
-    Args:
-        tried: windows.
-        runner: their runner. Scalars that follow from shapes alone come after the samples.
-        has_loss_weight: whether the denominator of the compiled losses is known.
-    """
-    if all(len(window.parts) == 1 for window in tried):
-        yield Weighing("samples")  # any weight is exact
-        return
-    outcomes, of_shapes = _outcomes(tried), runner.of_shapes
-    known_scalars = sorted(_common_scalars(outcomes))
-    divisors = [name for name in known_scalars if name not in of_shapes]
-    sources = list(divisors)
-    if has_loss_weight:
-        sources = [*sources, "loss"] if runner.has_own_loss else ["loss", *sources]
-    sources += ["samples", *(name for name in known_scalars if name in of_shapes)]
-    known_shares: list[list[float]] = []
-    for weighing in (w for source in sources for w in _variants(source, tried)):
-        shares = [share for window in tried for share in window.shares(weighing)]
-        if weighing.source in of_shapes and 0 in shares:
-            continue  # a part has samples, but a divisor of 0: the step treats few differently
-        if weighing.epsilon and _is_bounded(weighing.source, divisors, outcomes):
-            continue
-        is_new = not any(np.allclose(shares, other, rtol=1e-9, atol=0) for other in known_shares)
-        if np.isfinite(shares).all() and (is_new or weighing == Weighing("samples")):
-            known_shares.append(shares)
-            yield weighing
-    yield Weighing("sum")
-
-
-def _outcomes(tried: Sequence[Window]) -> list[Outcome]:
-    return [outcome for window in tried for outcome in (window.whole, *window.parts)]
-
-
-def _common_scalars(outcomes: Sequence[Outcome]) -> set[str]:
-    """Return the names of the scalars that are in all outcomes."""
-    return set.intersection(*(set(outcome.seen.scalars) for outcome in outcomes))
-
-
 def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
     """Yield the weighings by a number, or by it times the samples, whose weights are additive."""
     plain = Weighing(source)
@@ -338,8 +327,12 @@ def _badness(off: dict[str, float]) -> tuple[int, float]:
     return len(off), sum(min(size, 9.0) for size in off.values())
 
 
-def _by_size(off: dict[str, float]) -> list[tuple[str, float]]:
-    return sorted(off.items(), key=lambda pair: -pair[1])
+def _by_size(off: dict[str, float]) -> list[Difference]:
+    return sorted(itertools.starmap(Difference, off.items()), key=lambda found: -found.size)
+
+
+def _gradient_of(name: str) -> str:
+    return f"the gradient of {name}"
 
 
 def _getter(field: str, key: int | str) -> Callable[[Outcome], Any]:
