@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ def kinds_of(
     sizes = [end - begin for begin, end in parts]
     for begin, end in ((0, sum(sizes)), *parts):
         outputs = run(begin, end)
-        tolerances = tolerances or [_tolerance_of(output, tolerance) for output in outputs]
+        tolerances = tolerances or [max(tolerance, HALF.get(str(o.dtype), 1e-4)) for o in outputs]
         runs.append(list(map(_folded, outputs)))
         del outputs  # frees memory for the next ones
     return [_kind(arrays, sizes, limit) for limit, arrays in zip(tolerances, zip(*runs))]
@@ -95,8 +96,7 @@ def kinds_of_call(
         Exception: whatever the call raises for another number of samples.
     """
     trials, adds_up, generator = [], True, np.random.default_rng(0)
-    are_weights = (is_weight or len(t.shape) > 1 for t, is_weight in zip(fixed, is_trained))
-    scales = [_scale(t) if is_weight else None for t, is_weight in zip(fixed, are_weights)]
+    scales = [_scale_of(t, is_weight) for t, is_weight in zip(fixed, is_trained)]
     values = [_drawn_like(t, t.shape, generator, scale) for t, scale in zip(fixed, scales)]
     shapes = [(TOTAL, *t.shape[1:]) for t in samples]
     for number, scale in enumerate(_SCALES):
@@ -148,18 +148,19 @@ def _kinds_of_known(
     return kinds_of(functools.partial(run, values, arrays), 10 * max(roundings))
 
 
-def _scale(weight: Tensor) -> float:
-    """Return a scale of random weights that saturates no activation."""
-    sizes = [size or 1 for size in weight.shape[:-1]]
-    return float(np.prod(sizes)) ** -0.5 if len(weight.shape) > 1 else 0.3
+def _scale_of(tensor: Tensor, is_trained: bool) -> float | None:
+    """Return a scale of random weights that saturates no activation, or None for variances."""
+    if len(tensor.shape) > 1:
+        return 1.0 / math.sqrt(math.prod(size or 1 for size in tensor.shape[:-1]))
+    return 0.3 if is_trained else None
 
 
 def _drawn_like(
     tensor: Tensor, shape: Sequence[int | None], generator: np.random.Generator, scale: float | None
 ) -> np.ndarray:
     sizes = tuple(_UNKNOWN if size is None else size for size in shape)
-    name = keras.backend.standardize_dtype(tensor.dtype)
-    return drawn(name, sizes, generator, scale).astype(name, copy=False)
+    array = drawn(tensor.dtype, sizes, generator, scale)
+    return array.astype(keras.backend.standardize_dtype(tensor.dtype), copy=False)
 
 
 def combines_samples(
@@ -201,21 +202,15 @@ def drawn(
         scale: standard deviation of floats, or None for positive ones near 1, such as variances.
     """
     name = keras.backend.standardize_dtype(dtype)
-    if name == "bool":
-        return generator.random(shape) < 0.5
     if name == "uint32":  # seeds
         return np.zeros(shape, name)
-    if name.startswith(("int", "uint")):
+    if name.startswith(("bool", "int", "uint")):
         return generator.integers(0, 2, shape).astype(name)
     if scale is None:
         return generator.uniform(0.5, 1.5, shape).astype("float32")
     numbers = np.asarray(generator.standard_normal(shape, "float32"))
     numbers *= scale
     return numbers
-
-
-def _tolerance_of(output: np.ndarray, tolerance: float) -> float:
-    return max(tolerance, HALF.get(str(output.dtype), 1e-4))
 
 
 def _folded(array: np.ndarray) -> np.ndarray:
@@ -258,7 +253,7 @@ def _kind(runs: Sequence[np.ndarray], sizes: Sequence[int], tolerance: float) ->
 
 
 def _are_close(actual: ArrayLike, expected: np.ndarray, tolerance: float) -> bool:
-    if expected.dtype == bool or np.asarray(expected).dtype.kind in "iu":
+    if expected.dtype.kind in "biu":
         return bool(np.array_equal(actual, expected))
     actual, expected = (np.asarray(a, "float64") for a in (actual, expected))
     is_known = np.isfinite(expected)
