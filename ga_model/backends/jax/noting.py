@@ -7,7 +7,7 @@ evaluated the same way; unknown equations are bound unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -34,66 +34,54 @@ _JAXPRS = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # names of the parameter that ho
 class Noting(Noted):
     """Evaluates the jaxpr of a function, and records scalars."""
 
-    _is_unnoted = False
-
     def run(self, function: Callable[..., Nest], arguments: tuple[Nest, ...]) -> Nest:
         """Evaluate a function."""
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        outputs = self._evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(arguments))
+        outputs = self._evaluate(closed.jaxpr, [*closed.consts, *jax.tree.leaves(arguments)])
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     def _evaluate(
-        self, jaxpr: Jaxpr, constants: Sequence[jax.Array], arguments: Sequence[jax.Array]
+        self, jaxpr: Jaxpr, arrays: Sequence[jax.Array], is_noted: bool = True
     ) -> list[jax.Array]:
-        variables = [*jaxpr.constvars, *jaxpr.invars]
-        known = dict(zip(variables, [*constants, *arguments]))
+        """Evaluate a jaxpr on its constants and arguments."""
+        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], arrays))
 
         def value(variable: Var | Literal) -> jax.Array:
             return variable.val if isinstance(variable, Literal) else known[variable]
 
         for equation in jaxpr.eqns:
-            outputs = self._outputs(equation, [value(v) for v in equation.invars])
+            outputs = self._outputs(equation, [value(v) for v in equation.invars], is_noted)
             known.update(zip(equation.outvars, outputs))
         return [value(v) for v in jaxpr.outvars]
 
-    def _outputs(self, equation: JaxprEqn, inputs: list[jax.Array]) -> Sequence[jax.Array]:
-        name, parameters = equation.primitive.name, equation.params
-        outer, self._is_unnoted = self._is_unnoted, self._is_unnoted or _is_skipped(equation)
-        try:
-            return self._evaluated(equation, name, parameters, inputs)
-        finally:
-            self._is_unnoted = outer
-
-    def _evaluated(
-        self, equation: JaxprEqn, name: str, parameters: dict[str, Any], inputs: list[jax.Array]
+    def _outputs(
+        self, equation: JaxprEqn, inputs: list[jax.Array], is_noted: bool
     ) -> Sequence[jax.Array]:
+        name, parameters = equation.primitive.name, equation.params
+        is_noted = is_noted and not _is_skipped(equation)
         inner = next((parameters[key] for key in _JAXPRS if key in parameters), None)
         if name in _CALLS and inner is not None:
             jaxpr, constants = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
-            return self._evaluate(jaxpr, constants, inputs)
+            return self._evaluate(jaxpr, [*constants, *inputs], is_noted)
         if name == "random_bits" and self._draws is not None:
             dtype = jnp.dtype(f"uint{parameters['bit_width']}")
             return [_bits(self._draws, tuple(parameters["shape"]), dtype)]
-        if name in _DECIDING and not jnp.shape(inputs[0]):
-            self._note_if_scalar(name, inputs[0].astype("float32"))
-        for place in _DIVIDING.get(name, ()):
-            if not isinstance(equation.invars[place], Literal):
-                self._note_if_scalar(name, inputs[place])
+        is_decided = name in _DECIDING and not jnp.shape(inputs[0])
+        noted = [inputs[0].astype("float32")] if is_decided else []
+        places = _DIVIDING.get(name, ())
+        noted += [inputs[i] for i in places if not isinstance(equation.invars[i], Literal)]
         bound = equation.primitive.get_bind_params(parameters)
         functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # before JAX 0.10
         outputs = equation.primitive.bind(*functions, *inputs, **bound)
         outputs = outputs if equation.primitive.multiple_results else [outputs]
-        if name in _BOUNDING:
-            self._note_if_scalar(name, outputs[0])
+        noted += outputs[:1] if name in _BOUNDING else []
+        for value in noted if is_noted else ():
+            if not jnp.shape(value) and jnp.issubdtype(jnp.result_type(value), jnp.floating):
+                self.note(name, value)
         return outputs
 
     def _place(self) -> None:
         """Number each equation: loops are not unrolled, so none is passed twice."""
-
-    def _note_if_scalar(self, name: str, value: jax.Array) -> None:
-        is_scalar = not self._is_unnoted and not jnp.shape(value)
-        if is_scalar and jnp.issubdtype(jnp.result_type(value), jnp.floating):
-            self.note(name, value)
 
 
 def _is_skipped(equation: JaxprEqn) -> bool:
