@@ -132,7 +132,10 @@ class Findings:
         if written_in_training := sorted(written.difference(verdict.written)):  # not in a trial
             self._model._warn_once(messages.written_message(self._model.name, written_in_training))
         if not has_changed:
-            self._stop_watching(known, old_verdict, written)
+            if known.verdict.has_same_watch(old_verdict):
+                known.num_fruitless += 1
+                if known.num_fruitless == _MOST_FRUITLESS:
+                    known.verdict = known.verdict.unwatched(written)
             return
         if step.is_split and backend.trains_alone and (backend.traces or not step.is_own):
             window.discard()
@@ -181,19 +184,6 @@ class Findings:
             model._warn_once(messages.whole_from_now_message(model.name, verdict))
         else:
             model._warn_once(known.warning or messages.late_message(model.name))
-
-    def _stop_watching(self, known: Known, before: Verdict, written: set[str]) -> None:
-        """Stop watching for news that several trials did not confirm.
-
-        Args:
-            before: the verdict before the last trial.
-            written: paths of the variables that the step has written to.
-        """
-        if not known.verdict.has_same_watch(before):
-            return
-        known.num_fruitless += 1
-        if known.num_fruitless == _MOST_FRUITLESS:
-            known.verdict = known.verdict.unwatched(written)
 
     def _begin_again(self, assumed: Verdict, verdict: Verdict, window: Window | None) -> None:
         """Discard microbatches without a gradient whose assumed weights were wrong."""
