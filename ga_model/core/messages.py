@@ -18,7 +18,6 @@ ALONE = (
     "pass `fit` the full batch and set `microbatch_size` instead of `accumulation_steps` (with "
     '`loss_over="auto"`, the default), which is exact'
 )
-EXACT_WAY = f"{ALONE} for any loss, or override `microbatch_weight`"
 WITHOUT = (
     "turn accumulation off: "
     "`accumulation_steps=None`, `microbatch_size=None`, `skip_nonfinite=None`, "
@@ -219,7 +218,7 @@ def product_message(loss: str, model: str) -> str:
         "With sample weights, a loss must return one value per sample to be accumulated exactly. "
         f"Received: the loss {loss!r} of {model!r}, which returns a single number; Keras "
         "multiplies it by the mean of the sample weights. Training differs from the full batch: "
-        f"return one value per sample, or {EXACT_WAY}."
+        f"return one value per sample, or {ALONE} for any loss, or override `microbatch_weight`."
     )
 
 
