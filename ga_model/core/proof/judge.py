@@ -229,7 +229,7 @@ class Judge:
                 compare(place, value, 100 * runner.epsilon * size, size)
             for place, value in enumerate(window.whole.values):
                 value = np.asarray(value).astype("float64")
-                if runner.is_ignored[place]:
+                if place in runner.ignored:
                     continue
                 moved = norm_of([value - np.asarray(window.values[place], "float64")])
                 floor = 100 * runner.epsilon * norm_of([value]) + floors.get(place, 0.0)

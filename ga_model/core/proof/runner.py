@@ -64,9 +64,9 @@ class StepRunner:
         start: present values of all variables.
         names: names of the variables, for messages.
         trained: indices of the trained variables.
-        is_ignored: for each variable, whether its value after a step is ignored: random state, or
-            state of a metric that waits for the full batch.
-        may_perturb: for each variable, whether starts may change it though it is not trained.
+        ignored: indices of the variables whose values after a step are ignored: random state, and
+            state of metrics that wait for the full batch.
+        perturbed: indices of the variables that starts may change, if they are trained or scalars.
         scales: indices of the variables that scale losses.
         epsilon: rounding of one float32 operation, relative.
         has_warning: whether recording the step warns about its loss terms.
@@ -98,21 +98,16 @@ class StepRunner:
         groups = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
         self._variables = unique([*(v for group in groups for v in group), *counters, *numbers])
         self._places = {id(variable): place for place, variable in enumerate(self._variables)}
-        of_metrics = {id(v): p for m in model.metrics for p in parts_of(m) for v in p.variables}
-        self.names = [
-            f"the metric {of_metrics[id(v)].name!r}" if id(v) in of_metrics else v.path
-            for v in self._variables
-        ]
+        metrics = [part for metric in model.metrics for part in parts_of(metric)]
+        names = {id(v): f"the metric {part.name!r}" for part in metrics for v in part.variables}
+        self.names = [names.get(id(v), v.path) for v in self._variables]
         scales = [getattr(optimizer, "dynamic_scale", None) for optimizer in optimizers]
         self.scales = [self._places[id(scale)] for scale in scales if scale is not None]
-        self.trained = list(range(len(model.trainable_variables)))
+        self.trained = range(len(model.trainable_variables))
         random = seed_ids(model)
-        metrics = set(map(id, model.metrics_variables))
-        self.is_ignored = [id(v) in random for v in self._variables]
-        self.may_perturb = [
-            id(v) not in random and id(v) not in metrics and not is_in(v, numbers)
-            for v in self._variables
-        ]
+        self.ignored = {place for key, place in self._places.items() if key in random}
+        unperturbed = random | set(map(id, [*model.metrics_variables, *numbers]))
+        self.perturbed = {p for key, p in self._places.items() if key not in unperturbed}
         # By the samples of a run and of the window: variables and counter of each optimizer, and
         # `Outcome.about`.
         self._static: dict[tuple[int, int], tuple[list[tuple[list[int], int]], About]] = {}
@@ -186,7 +181,7 @@ class StepRunner:
         draws = Draws(rows, total, begin, number)
         step = functools.partial(self._step, draws, totals, moves_by)
         (numbers, fields), noted = self._backend.noting(step, (data,), draws)
-        self._dtypes |= noted.dtypes
+        self._dtypes |= {str(dtype).removeprefix("torch.") for dtype in noted.dtypes}
         self.of_shapes |= noted.of_shapes
         return numbers, noted.scalars, {**fields, "values": self._values()}
 
@@ -216,8 +211,7 @@ class StepRunner:
         losses = recording.losses
         if is_part:  # waiting metrics are not updated yet; their numbers are compared instead
             waiting = {id(v) for update, _ in recording.updates() for v in update.metric.variables}
-            pairs = zip(self._variables, self.is_ignored)
-            self.is_ignored = [is_ignored or id(v) in waiting for v, is_ignored in pairs]
+            self.ignored |= {place for key, place in self._places.items() if key in waiting}
         self.has_warning = self.has_warning or losses.has_warning
         self.has_own_loss = losses.has_own
         applied = recording.applied

@@ -257,7 +257,7 @@ def _perturbed(runner: StepRunner, noise: float, seed: int, scale: float) -> lis
         if place in runner.trained and value.dtype.kind != "i":
             size = noise * max(norm_of([value]) / max(value.size, 1) ** 0.5, 0.1)
             moved = value + size * generator.standard_normal(value.shape, "float32")
-        elif not runner.may_perturb[place] or value.size != 1:
+        elif place not in runner.perturbed or value.size != 1:
             continue
         elif value.dtype.kind in "iu":  # a counter, which may control a schedule
             limit = int(np.iinfo(value.dtype).max)
