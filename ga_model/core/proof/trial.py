@@ -183,12 +183,6 @@ def _compared(
 ) -> tuple[Judge, tuple[Kinds, bool] | None]:
     """Compare windows, and find out whether the step must be tried in another way.
 
-    Args:
-        runner: the runner of the windows.
-        tried: the windows so far.
-        assumed: the weighing used so far.
-        kinds: the assumed reductions of the user's own losses.
-
     Returns:
         The comparison. Then None, or reductions and whether to fold weights into the loss, for
         another trial, because training will differ from this one in these.
