@@ -58,7 +58,7 @@ class Noting(TorchDispatchMode, Noted):
             return _drawn(self._draws, name, func, args, kwargs)
         outputs = func(*args, **kwargs)
         if isinstance(outputs, torch.Tensor):
-            self.dtypes.add(_name_of_dtype(outputs.dtype))
+            self.dtypes.add(outputs.dtype)
         if not may_divide or is_package_code.get():
             return outputs
         for value in _divisors_of(name, args, outputs):
@@ -75,11 +75,6 @@ def _about(func: Any) -> tuple[str, bool, bool]:
     may_divide = name in _DIVIDING or name in _BOUNDING or name.startswith("nll_loss")
     draws = torch.Tag.nondeterministic_seeded in func.tags
     return name, draws, may_divide or name in (READS_NUMBER, "masked_select", "index")
-
-
-@functools.cache
-def _name_of_dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _divisors_of(name: str, args: tuple[Any, ...], outputs: Nest) -> Iterator[Scalar]:

@@ -52,13 +52,13 @@ class Noted:
             for any number of samples: the number of the place in the code, and how often the code
             passed it before.
         of_shapes: names of those that follow from shapes alone, if known.
-        dtypes: names of the dtypes of results, if known.
+        dtypes: dtypes of results, if known.
     """
 
     def __init__(self, draws: Draws | None) -> None:
         self.scalars: dict[str, Scalar] = {}
         self.of_shapes: set[str] = set()
-        self.dtypes: set[str] = set()
+        self.dtypes: set[object] = set()
         self._draws = draws
         # Number and count of passes of each place.
         self._passed: dict[Hashable, tuple[int, int]] = {}
