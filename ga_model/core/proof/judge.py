@@ -252,10 +252,7 @@ class Judge:
             return False
         if any(np.shape(part) != np.shape(whole) for part in parts):
             return False
-        if weighing is LAST:
-            combined = np.asarray(parts[-1], "float64")
-        else:
-            combined = _weighted_sum(window.shares(weighing), parts)
+        combined = _weighted_sum(window.shares(weighing), parts)
         norms = [norm_of([part]) for part in parts if np.isfinite(part).all()]
         floor = 100 * self.runner.epsilon * max(norms, default=0.0) + self._noise(window, get)
         return not self._difference(combined, whole, floor, norm_of([whole]))

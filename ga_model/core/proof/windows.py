@@ -105,6 +105,8 @@ class Window(NamedTuple):
         """Return the share of each part in the weight of the window; NaN if that is zero."""
         if weighing.is_sum:
             return [1.0] * len(self.parts)
+        if weighing.source == "last":
+            return [0.0] * (len(self.parts) - 1) + [1.0]
         weights = [part.weight(weighing) for part in self.parts]
         total = sum(weights) - (len(weights) - 1) * weighing.epsilon
         return [weight / total if total else float("nan") for weight in weights]
