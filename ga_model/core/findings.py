@@ -172,7 +172,6 @@ class Findings:
         known.verdict, known.warning = verdict, self._warning_of(known.step, data, verdict, error)
         has_changed = not verdict.is_exact or verdict.weighing != old_verdict.weighing
         if has_changed and not self._backend.trains_alone:
-            self._warn_of_later(known)
             known.verdict = old_verdict
         return has_changed
 
