@@ -117,22 +117,16 @@ def _drawn(
         part = [_row(value, row, shape[0]) for value in args]
         return func(*part, **{key: _row(value, row, shape[0]) for key, value in kwargs.items()})
 
-    is_in_place = name.endswith("_")
-    # Parameters may differ between rows, so equal random numbers may not give equal rows.
-    has_parameters = sum(map(torch.is_tensor, args)) > is_in_place
     with preserving_random_state():
         if kind == "by batch":
             return run(1009 * (1 + int(draws.run)))
-        if kind == "by sample":
-            rows = [run(int(draws.begin) + row, row) for row in range(shape[0])]
-        else:
-            rows = [run(0, row) for row in range(shape[0] if has_parameters else 1)]
-    if is_in_place:
-        target = args[0]
-        return target if len(rows) == shape[0] else target.copy_(rows[0].expand_as(target))
+        begin, step = (int(draws.begin), 1) if kind == "by sample" else (0, 0)
+        rows = [run(begin + step * row, row) for row in range(shape[0])]
+    if name.endswith("_"):  # in place
+        return args[0]
     if isinstance(rows[0], tuple):
         return tuple(torch.cat(parts) for parts in zip(*rows))
-    return torch.cat(rows if len(rows) == shape[0] else rows * shape[0])
+    return torch.cat(rows)
 
 
 def _shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
