@@ -60,8 +60,7 @@ class Findings:
         """Return what is known of a step, after a trial if one is due.
 
         Args:
-            data: a batch.
-            rows: samples per microbatch.
+            data, rows: a batch, and its samples per microbatch.
             window: the open window, or None.
         """
         structure = keras.tree.map_structure(_rank_and_dtype, self._backend.per_replica(data)[0])
@@ -110,8 +109,7 @@ class Findings:
         """Try samples of a full window in which training showed news.
 
         Args:
-            known: what is known of the step that trained it.
-            data: its last batch.
+            known, data: what is known of the step that trained it, and its last batch.
             written: paths of the variables that the step has written to so far.
 
         Raises:

@@ -30,7 +30,6 @@ def state_variables(
     """Return the variables that a model's steps write to.
 
     Args:
-        optimizers: the optimizers of the model.
         with_weights: whether to include all weights, and not only state of layers and metrics, and
             the state of optimizers of models inside, which a step may apply.
     """
@@ -45,11 +44,7 @@ def state_variables(
 
 
 class VariableSnapshot:
-    """A snapshot of variables, whose values a subclass keeps, and of Keras's global seed generator.
-
-    Args:
-        variables: result of `state_variables`.
-    """
+    """A snapshot of `state_variables` and Keras's global seed. A subclass keeps the values."""
 
     def __init__(self, model: keras.Model, variables: Sequence[keras.Variable]) -> None:
         self._model, self._seed = model, global_seed()

@@ -25,8 +25,7 @@ class Judge:
     rounding changes the full batch as much.
 
     Args:
-        runner: the runner of the windows.
-        tried: windows of the same samples.
+        runner, tried: windows of the same samples, and their runner.
         assumed: the weighing that training has used so far, or None.
     """
 

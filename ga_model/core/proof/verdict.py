@@ -98,12 +98,7 @@ class Verdict(NamedTuple):
         return sites == known_sites and set(self.needed_scalars) <= set(seen.scalars)
 
     def shows_news(self, seen: Seen, written: Sequence[keras.Variable]) -> Scalar:
-        """Return whether a microbatch shows something that the trial did not: a bool or a scalar.
-
-        Args:
-            seen: scalars of the microbatch.
-            written: variables that its step wrote to.
-        """
+        """Return whether a microbatch shows what the trial did not: a bool or a scalar."""
         news: Scalar = not {variable.path for variable in written} <= set(self.written)
         pairs = zip(sorted(seen.scalars), self.scalars)
         same = {name for name, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)}

@@ -116,7 +116,7 @@ def windows(runner: StepRunner, cuts: Cuts, is_brief: bool = False) -> Iterator[
     """Yield windows of a step, each run both ways.
 
     Args:
-        runner: the runner of the step.
+        runner: runs the step.
         cuts: ways to cut a window, used in turn.
         is_brief: whether one window is enough, from the actual weights.
     """
@@ -159,11 +159,10 @@ def _in_parts(
     chosen: _Entries,
     whole: Outcome,
 ) -> Window | None:
-    """Run a window in parts, and return it, or None if gradients overflow.
+    """Run a window in parts of these sizes, and return it, or None if gradients overflow.
 
     Args:
         start: computes the values of all variables, which are not kept to save memory.
-        sizes: numbers of samples of the parts.
         chosen: the entries to compare.
         whole: outcome of all samples at once.
     """
@@ -186,11 +185,7 @@ def _in_parts(
 
 
 class _Entries:
-    """Chooses the entries of large arrays to compare: of the largest gradients, and at random.
-
-    Args:
-        outcome: outcome of all samples.
-    """
+    """Chooses the entries of large arrays to compare: of the largest gradients, and at random."""
 
     def __init__(self, outcome: Outcome) -> None:
         generator = np.random.default_rng(0)
@@ -204,9 +199,7 @@ class _Entries:
                 sizes = np.abs(np.asarray(gradient).ravel())
                 largest = np.argpartition(sizes, size - _MANY // 2)[size - _MANY // 2 :]
                 chosen = np.concatenate([chosen, largest])
-            is_chosen = np.zeros(size, bool)
-            is_chosen[chosen] = True
-            self._chosen[place] = np.flatnonzero(is_chosen)
+            self._chosen[place] = np.unique(chosen)
 
     def values(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the chosen entries of the values of all variables. An empty list stays empty."""
@@ -244,11 +237,7 @@ def norm_of(arrays: Sequence[ArrayLike]) -> float:
 
 
 def _perturbed(runner: StepRunner, noise: float, seed: int, scale: float) -> list[np.ndarray]:
-    """Return values of all variables with noise, also on weights that are zero.
-
-    Args:
-        scale: factor for the loss scales.
-    """
+    """Return values with noise, also on weights that are zero, and with smaller loss scales."""
     generator, values = np.random.default_rng(seed), list(runner.start)
     for place in runner.scales:
         values[place] = np.asarray(values[place] * scale, np.asarray(values[place]).dtype)
