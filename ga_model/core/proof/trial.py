@@ -153,7 +153,7 @@ def _of_samples(
     kinds, is_folded = Kinds(), not step.is_own
     with _trying(step) as restore:
         try:
-            for _ in range(4):
+            while True:
                 runner = StepRunner(step, samples, is_folded, kinds, restore)
                 with forgetting_losses(step.model):
                     remaining = windows(runner, cuts)
@@ -161,18 +161,17 @@ def _of_samples(
                     judge, retry = _compared(runner, first, assumed, kinds)
                     if retry is None and (others := list(remaining)):
                         judge, retry = _compared(runner, first + others, assumed, kinds)
-                    if retry is None and judge.is_moved:
+                    if retry is None and not judge.is_moved:
+                        return assumed_of(step.is_own, kinds)._replace(differences=()), None
+                    if retry is None:
                         verdict = judge.verdict._replace(kinds=kinds)
-                if retry is None:
-                    break
+                        break
                 kinds, is_folded = retry
                 step.backend.forget("trial")
         except CannotAccumulateError:
             raise
         except Exception as error:  # user code may raise anything on other samples
             return assumed_of(step.is_own, kinds), error
-        if not judge.is_moved:
-            return assumed_of(step.is_own, kinds)._replace(differences=()), None
     if runner.has_warning and not step.is_split:
         verdict = verdict._replace(weighing=Weighing("loss"), differences=(), is_folded=True)
     return verdict, None
