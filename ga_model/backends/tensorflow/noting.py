@@ -60,9 +60,8 @@ class Noting(Noted):
 
     def _follows_from_shapes(self, tensor: tf.Tensor) -> bool:
         """Return whether a tensor of a graph is a constant, or computed from shapes alone."""
-        if id(tensor) in self._of_shapes:
-            return True
-        return bool(tf.is_symbolic_tensor(tensor) and tensor.op.type == "Const")
+        is_constant = tf.is_symbolic_tensor(tensor) and tensor.op.type == "Const"
+        return is_constant or id(tensor) in self._of_shapes
 
     def _drawn(
         self, name: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]
