@@ -86,7 +86,7 @@ class StepRunner:
         self._runs = itertools.count(1)
         self._is_split = step.is_split
         self._kinds = kinds
-        self.restore = restore
+        self._restore = restore
         self.is_folded, self.is_plain = is_folded, True
         self.has_warning = self.has_own_loss = self.says_weight = False
         self.written: set[str] = set()
@@ -130,10 +130,14 @@ class StepRunner:
     ) -> Outcome:
         """Run the step on the samples from `begin` up to `end`, from values of all variables.
 
+        If these are the first of a window, the Python state is restored before.
+
         Args:
             whole: the outcome of all samples of the window, of which these are a part and make no
                 update; or None if these are all.
         """
+        if not begin:
+            self._restore()
         rows = total = end - begin
         totals: list[np.ndarray] = []
         moves_by, number = MOVES_BY, 0

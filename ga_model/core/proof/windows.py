@@ -130,7 +130,7 @@ def windows(runner: StepRunner, cuts: Cuts, is_brief: bool = False) -> Iterator[
         sizes = cuts[number % len(cuts)]
         for scale in _SCALES if runner.scales else _SCALES[:1]:
             values = functools.partial(_perturbed, runner, noise, number, scale)
-            whole = _from_start(runner, sum(sizes), values())
+            whole = runner.run(0, sum(sizes), values())
             if not _overflows([whole]):
                 break
         else:
@@ -168,7 +168,6 @@ def _in_parts(
     """
     parts, values, begin, total = [], start(), 0, sum(sizes)
     start_values = chosen.values(values)
-    runner.restore()
     for size in sizes:
         part = runner.run(begin, begin + size, values, whole)
         values, begin = part.values, begin + size
@@ -178,10 +177,13 @@ def _in_parts(
         return None
 
     @functools.cache
-    def rounded() -> Outcome:
-        return chosen.of(_from_start(runner, total, _rounded(runner, start())))
+    def outcome_of_rounded() -> Outcome:
+        generator, moved = np.random.default_rng(1), start()
+        for place in runner.trained:
+            moved[place] = rounded(np.asarray(moved[place]), runner.rounding, generator)
+        return chosen.of(runner.run(0, total, moved))
 
-    return Window(start_values, whole, parts, rounded)
+    return Window(start_values, whole, parts, outcome_of_rounded)
 
 
 class _Entries:
@@ -218,12 +220,6 @@ class _Entries:
         return array if chosen is None else np.asarray(array).ravel()[chosen]
 
 
-def _from_start(runner: StepRunner, total: int, values: list[np.ndarray]) -> Outcome:
-    """Run the step on the samples of a window at once."""
-    runner.restore()
-    return runner.run(0, total, values)
-
-
 def _overflows(outcomes: Sequence[Outcome]) -> bool:
     """Return whether gradients are not all finite, or are nearly infinite by a loss scale."""
     gradients = [g for outcome in outcomes for g in outcome.gradients if g is not None]
@@ -257,13 +253,6 @@ def _perturbed(runner: StepRunner, noise: float, seed: int, scale: float) -> lis
             moved = value + noise * generator.random()
         values[place] = np.asarray(moved).astype(value.dtype)
     return values
-
-
-def _rounded(runner: StepRunner, values: list[np.ndarray]) -> list[np.ndarray]:
-    generator, moved = np.random.default_rng(1), list(values)
-    for place in runner.trained:
-        moved[place] = rounded(np.asarray(values[place]), runner.rounding, generator)
-    return moved
 
 
 def rounded(value: np.ndarray, rounding: float, generator: np.random.Generator) -> np.ndarray:
