@@ -124,8 +124,6 @@ def windows(runner: StepRunner, cuts: Cuts, is_brief: bool = False) -> Iterator[
     is_brief = is_brief or size > _HUGE
     starts = 1 if is_brief else 2 if size > _LARGE else len(_NOISE)
     chosen: _Entries | None = None
-    # Of the starts without a gradient, one is enough if no start has a gradient.
-    without_gradient, is_seen = list[Callable[[], Window | None]](), False
     for number, noise in enumerate(_NOISE[:starts]):
         sizes = cuts[number % len(cuts)]
         for scale in _SCALES if runner.scales else _SCALES[:1]:
@@ -137,18 +135,10 @@ def windows(runner: StepRunner, cuts: Cuts, is_brief: bool = False) -> Iterator[
             continue
         chosen = chosen or _Entries(whole)
         whole = chosen.of(whole)
-        in_parts = functools.partial(_in_parts, runner, values, sizes, chosen, whole)
         numbers = [whole.numbers[key] for key in whole.compared(runner.is_folded)]
         if number and not all(np.isfinite(value).all() for value in numbers):
             continue  # they show nothing
-        if not any(whole.rates):
-            without_gradient.append(in_parts)
-        elif window := in_parts():
-            is_seen = True
-            yield window
-    for delayed in without_gradient if is_seen else without_gradient[:1]:
-        window = delayed()
-        if window and (is_seen or window.is_moved):
+        if window := _in_parts(runner, values, sizes, chosen, whole):
             yield window
 
 
