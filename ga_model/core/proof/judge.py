@@ -57,7 +57,9 @@ class Judge:
     @property
     def is_moved(self) -> bool:
         """Whether any gradient is nonzero."""
-        return any(window.is_moved for window in self._windows)
+        gradients = (g for o in self._outcomes for g in o.gradients if g is not None)
+        is_moved = any(any(outcome.rates) for outcome in self._outcomes)
+        return is_moved or any((np.isfinite(g) & (g != 0)).any() for g in gradients)
 
     def _weighings(self) -> Iterator[Weighing]:
         """Yield ways to weigh microbatches, the most specific first.

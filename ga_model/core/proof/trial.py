@@ -96,8 +96,8 @@ def still_holds(step: Step, data: Nest, known: Verdict) -> bool:
             *_, samples = samples_for_trial(data, sum(cuts[0]))
             runner = StepRunner(step, samples, not step.is_own, known.kinds, restore)
             with forgetting_losses(step.model):
-                tried = list(windows(runner, cuts, is_brief=True))
-            is_known = not tried or not tried[0].is_moved or Judge(runner, tried).agrees(known)
+                judge = Judge(runner, list(windows(runner, cuts, is_brief=True)))
+            is_known = not judge.is_moved or judge.agrees(known)
         except Exception:  # it cannot be tried on this number of samples, so nothing is new
             return True
         return is_known and runner.written <= set(known.written)

@@ -95,12 +95,6 @@ class Window(NamedTuple):
     parts: list[Outcome]
     rounded: Callable[[], Outcome]
 
-    @property
-    def is_moved(self) -> bool:
-        """Whether any gradient is nonzero."""
-        gradients = [g for part in self.parts for g in part.gradients if g is not None]
-        return any(self.whole.rates) or any((np.isfinite(g) & (g != 0)).any() for g in gradients)
-
     def shares(self, weighing: Weighing) -> list[float]:
         """Return the share of each part in the weight of the window; NaN if that is zero."""
         if weighing.is_sum:
