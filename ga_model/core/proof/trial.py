@@ -96,7 +96,7 @@ def still_holds(step: Step, data: Nest, known: Verdict) -> bool:
             *_, samples = samples_for_trial(data, sum(cuts[0]))
             runner = StepRunner(step, samples, not step.is_own, known.kinds, restore)
             with forgetting_losses(step.model):
-                judge = Judge(runner, list(windows(runner, cuts, is_brief=True)))
+                judge = Judge(runner, list(itertools.islice(windows(runner, cuts), 1)))
             is_known = not judge.is_moved or judge.agrees(known)
         except Exception:  # it cannot be tried on this number of samples, so nothing is new
             return True

@@ -106,17 +106,13 @@ class Window(NamedTuple):
         return [weight / total if total else float("nan") for weight in weights]
 
 
-def windows(runner: StepRunner, cuts: Cuts, is_brief: bool = False) -> Iterator[Window]:
-    """Yield windows of a step, each run both ways.
+def windows(runner: StepRunner, cuts: Cuts) -> Iterator[Window]:
+    """Yield windows of a step, each run both ways, and cut in one of the ways in turn.
 
-    Args:
-        runner: runs the step.
-        cuts: ways to cut a window, used in turn.
-        is_brief: whether one window is enough, from the actual weights.
+    The first starts from the actual weights.
     """
     size = sum(np.asarray(value).size for value in runner.start)
-    is_brief = is_brief or size > _HUGE
-    starts = 1 if is_brief else 2 if size > _LARGE else len(_NOISE)
+    starts = 1 if size > _HUGE else 2 if size > _LARGE else len(_NOISE)
     chosen: _Entries | None = None
     for number, noise in enumerate(_NOISE[:starts]):
         sizes = cuts[number % len(cuts)]
