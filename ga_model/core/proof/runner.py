@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -22,13 +22,12 @@ from ga_model.core.batch import samples_between
 from ga_model.core.losses import Kinds, Position
 from ga_model.core.proof.noted import Draws
 from ga_model.core.proof.weighing import Seen
-from ga_model.core.proof.windows import MOVES_BY, Outcome
+from ga_model.core.proof.windows import MOVES_BY, About, Outcome
 from ga_model.core.recorder import record
 from ga_model.core.statistics import is_known
 from ga_model.core.user_code import parts_of
 from ga_model.core.weights import FullBatch
 
-About: TypeAlias = dict[int | str, tuple[str, bool]]  # see `Outcome`
 _ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # relative, of one operation
 
 

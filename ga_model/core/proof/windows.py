@@ -33,6 +33,7 @@ _SCALES = (1.0, 2.0**-10, 2.0**-30)  # factors of the loss scale, in turn while 
 
 # Ways to cut the samples of a window: the numbers of samples of the parts.
 Cuts = tuple[tuple[int, ...], ...]
+About = dict[int | str, tuple[str, bool]]  # see `Outcome`
 
 
 class Outcome(NamedTuple):
@@ -62,7 +63,7 @@ class Outcome(NamedTuple):
     counters: list[int]
     values: list[np.ndarray]
     numbers: dict[int | str, np.ndarray]
-    about: dict[int | str, tuple[str, bool]]
+    about: About
     seen: Seen
     compiled: dict[str, np.ndarray]
     added: dict[int, np.ndarray]
