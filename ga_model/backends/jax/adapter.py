@@ -122,8 +122,7 @@ class JaxBackend(Backend):
 
     def zeros(self, name: Name, shapes: Sums) -> Sums:
         def nothing(shape: jax.ShapeDtypeStruct) -> jax.Array:
-            zeros = jnp.zeros(shape.shape, shape.dtype)
-            return zeros if shape.dtype == bool else -zeros
+            return jnp.full(shape.shape, -0.0, shape.dtype)
 
         made = self.compiled(name, lambda: jax.tree.map(nothing, shapes), [])()
         if keras.distribution.distribution() is None:
@@ -140,15 +139,27 @@ class JaxBackend(Backend):
             return self._values[group]
         return [value_in(scope, variable) for variable in self.variables(group)]
 
-    def put(self, group: Group, values: dict[int, jax.Array]) -> None:
-        """Set new values of variables of a group, by index."""
-        if stateless_scope() is None:
-            before = self._values[group]
-            self._values[group] = [values.get(place, value) for place, value in enumerate(before)]
-            return
-        variables = self.variables(group)
-        for place, value in values.items():
-            variables[place].assign(value)
+    def put(self, values: dict[Group, dict[int, jax.Array]]) -> None:
+        """Set new values of variables, by group and index."""
+        for group, changed in values.items():
+            if stateless_scope() is None:
+                before = enumerate(self._values[group])
+                self._values[group] = [changed.get(place, value) for place, value in before]
+            else:
+                variables = self.variables(group)
+                for place, value in changed.items():
+                    variables[place].assign(value)
+
+    def scope_with(self, values: dict[Group, list[jax.Array]]) -> keras.StatelessScope:
+        """Return a scope in which variables have these values."""
+        variables = chain.from_iterable(map(self.variables, values))
+        return stateless_scope_with(variables, chain.from_iterable(values.values()))
+
+    def values_in(
+        self, scope: keras.StatelessScope, groups: Iterable[Group]
+    ) -> dict[Group, list[jax.Array]]:
+        """Return the values of groups of variables in a scope."""
+        return {g: list(map(scope.get_current_value, self.variables(g))) for g in groups}
 
     def train(
         self, state: tuple[list[jax.Array], ...], run: Callable[[], Logs]
@@ -194,25 +205,26 @@ class JaxBackend(Backend):
     # Steps.
 
     def run_step(self, data: Nest) -> tuple[Logs, list[keras.Variable]]:
-        before = {group: self.values(group) if self._is_read(group) else [] for group in GROUPS}
-        state = tuple(list(before[group]) for group in GROUPS)
+        before = self._values_read()
+        state = tuple(list(before.get(group, ())) for group in GROUPS)
         with self.running_step(), self._step_values.set(before):
             logs, state = self._model.train_step(state, data)
-        changed = {group: _changed(values, before[group]) for group, values in zip(GROUPS, state)}
-        for group, values in changed.items():
-            self.put(group, values)
+        after = dict(zip(GROUPS, state))
+        changed = {group: _changed(after[group], before[group]) for group in before}
+        self.put(changed)
         others = self.variables("non_trainable")
         return logs, [others[place] for place in changed["non_trainable"]]
 
-    def _is_read(self, group: Group) -> bool:
-        """Return whether the running function got the values of a group of variables."""
+    def _values_read(self) -> dict[Group, list[jax.Array]]:
+        """Return the values of the groups of variables that the running function got."""
         known = stateless_scope().state_mapping
-        return all(id(variable) in known for variable in self.variables(group))
+        variables = ((group, self.variables(group)) for group in GROUPS)
+        read = [group for group, members in variables if all(id(v) in known for v in members)]
+        return {group: self.values(group) for group in read}
 
     def microbatch_weight(self, data: Nest) -> Scalar | str | None:
         outer = stateless_scope()  # while a loss is scaled, it has optimizer variables only
-        values = self._values if outer is None else self._step_values.get()
-        with _scope({group: self.variables(group) for group in values}, values) as scope:
+        with self.scope_with(self._values if outer is None else self._step_values.get()) as scope:
             scope.state_mapping.update({} if outer is None else outer.state_mapping)
             return super().microbatch_weight(data)
 
@@ -222,46 +234,37 @@ class JaxBackend(Backend):
     def noting(
         self, function: Callable[..., Nest], arguments: tuple[Nest, ...], draws: Draws | None = None
     ) -> tuple[Nest, Noted]:
-        variables = {g: self.variables(g) for g in GROUPS if self._is_read(g)}
-        values = {group: self.values(group) for group in variables}
-
         def pure(
             values: dict[Group, list[jax.Array]], arguments: tuple[Nest, ...]
         ) -> tuple[Nest, dict[Group, dict[int, jax.Array]]]:
-            with _scope(variables, values) as scope:
+            with self.scope_with(values) as scope:
                 result = function(*arguments)
-            after = {
-                group: _changed(map(scope.get_current_value, variables[group]), values[group])
-                for group in variables
-            }
-            return result, after
+            after = self.values_in(scope, values)
+            return result, {group: _changed(after[group], values[group]) for group in values}
 
-        (result, after), noted = super().noting(pure, (values, arguments), draws)
-        for group, new_values in after.items():
-            self.put(group, new_values)
+        inputs = self._values_read(), arguments
+        (result, changed), noted = super().noting(pure, inputs, draws)
+        self.put(changed)
         return result, noted
 
     def run_plain(
         self,
         train_step: Callable[..., tuple[Logs, tuple[list[jax.Array], ...]]],
-        after: Callable[[], None],
+        after_update: Callable[[], None],
         state: tuple[list[jax.Array], ...],
         data: Nest,
     ) -> tuple[Logs, tuple[list[jax.Array], ...]]:
         logs, state = train_step(state, data)
         values = dict(zip(GROUPS, state))
-        variables = {group: self.variables(group) for group in GROUPS}
-        with _scope(variables, values) as scope:
-            after()
-        refusals.check_known(self._model, scope, variables.values())
-        pairs = [zip(variables[group], values[group]) for group in GROUPS]
-        return logs, tuple([scope.get_current_value(v) for v, _ in of_group] for of_group in pairs)
+        with self.scope_with(values) as scope:
+            after_update()
+        refusals.check_known(self._model, scope, map(self.variables, values))
+        return logs, tuple(self.values_in(scope, values).values())
 
     def apply(self, applied: Applied, gradients: list[Gradient]) -> None:
-        values = self.values("optimizer"), self.values("trainable")
-        after = self._model.optimizer.stateless_apply(values[0], gradients, values[1])
-        self.put("trainable", dict(enumerate(after[0])))
-        self.put("optimizer", dict(enumerate(after[1])))
+        before = self.values("optimizer"), gradients, self.values("trainable")
+        trainable, optimizer = self._model.optimizer.stateless_apply(*before)
+        self.put({"trainable": dict(enumerate(trainable)), "optimizer": dict(enumerate(optimizer))})
 
     # Checks, and calls of layers.
 
@@ -309,9 +312,8 @@ class Compiled:
             self._pure = jax.jit(self._run, donate_argnums=0, compiler_options=options)
 
     def __call__(self, *arguments: Nest) -> Nest:
-        result, updated, changed = self._pure(*self._inputs(arguments))
-        for group, values in (*updated.items(), *changed.items()):
-            self._backend.put(group, values)
+        result, values = self._pure(*self._inputs(arguments))
+        self._backend.put(values)
         return result
 
     def shapes(self, arguments: tuple[Nest, ...]) -> Nest:
@@ -329,32 +331,22 @@ class Compiled:
         donated: tuple[dict[Group, list[jax.Array]], tuple[Nest, ...]],
         read: dict[Group, list[jax.Array]],
         arguments: tuple[Nest, ...],
-    ) -> tuple[Nest, dict[Group, dict[int, jax.Array]], dict[Group, dict[int, jax.Array]]]:
+    ) -> tuple[Nest, dict[Group, dict[int, jax.Array]]]:
         """Return the function's result and new values: all of the groups that it updates, and only
         the changed ones of other groups, because results of a program are copied.
         """
         updated, consumed = donated
-        values = {**updated, **read}
-        variables = {group: self._backend.variables(group) for group in values}
-        with _scope(variables, values) as scope:
+        values, backend = {**updated, **read}, self._backend
+        with backend.scope_with(values) as scope:
             result = self._function.run(*consumed, *arguments)
-        refusals.check_known(self._backend._model, scope, variables.values())
+        refusals.check_known(backend._model, scope, map(backend.variables, values))
         if self._function.discards:
-            return result, {}, {}
-        after = {group: list(map(scope.get_current_value, variables[group])) for group in values}
+            return result, {}
+        after = backend.values_in(scope, values)
         changed = {group: _changed(after[group], read[group]) for group in read}
-        return result, {group: dict(enumerate(after[group])) for group in updated}, changed
+        return result, {**changed, **{group: dict(enumerate(after[group])) for group in updated}}
 
 
 def _changed(after: Iterable[jax.Array], before: Iterable[jax.Array]) -> dict[int, jax.Array]:
     """Return the values that have changed, by index."""
     return {i: new for i, (new, old) in enumerate(zip(after, before)) if new is not old}
-
-
-def _scope(
-    variables: dict[Group, list[keras.Variable]], values: dict[Group, list[jax.Array]]
-) -> keras.StatelessScope:
-    """Return a scope in which the variables of each group have these values."""
-    return stateless_scope_with(
-        chain(*variables.values()), chain(*(values[group] for group in variables))
-    )
