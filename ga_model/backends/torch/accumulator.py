@@ -6,7 +6,7 @@ import keras
 import torch
 
 from ga_model.backends.torch import refusals
-from ga_model.backends.torch.process_group import num_processes, processes_of
+from ga_model.backends.torch.process_group import Processes, num_processes
 from ga_model.base._names import suggests_argument_names
 from ga_model.core.accumulator import Accumulator, added, check_optimizer
 from ga_model.core.backend_types import Applied
@@ -58,8 +58,7 @@ class GradientAccumulator(Accumulator):
     def __init__(self, *, process_group: torch.distributed.ProcessGroup | None = None) -> None:
         super().__init__()
         refusals.check_group(process_group)
-        self._processes = processes_of(process_group)
-        self._has_group = process_group is not None
+        self._has_group, self._processes = process_group is not None, Processes(process_group)
         self._known: list[keras.Variable] = []  # variables of the last window
 
     def apply(self, optimizer: keras.optimizers.Optimizer, *, is_last: bool = False) -> None:
@@ -84,9 +83,6 @@ class GradientAccumulator(Accumulator):
         if not self._has_group and num_processes() > 1:
             name = "`process_group`"
             raise ValueError(refusals.alone_message("a `GradientAccumulator`", name))
-        if self._processes is None:
-            super().apply(optimizer)
-            return
         is_end = False
         while not is_end:
             self._known = self.variables or self._known

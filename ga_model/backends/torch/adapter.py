@@ -15,7 +15,7 @@ from ga_model.backends.torch import call_hooks, isolated_calls, layer_calls, opt
 from ga_model.backends.torch.gradient_sums import GradientSums
 from ga_model.backends.torch.noting import Noting
 from ga_model.backends.torch.optimizers import TorchOptimizer, TorchOptimizers
-from ga_model.backends.torch.process_group import processes_of
+from ga_model.backends.torch.process_group import Processes
 from ga_model.backends.torch.state import LeftGradients, State
 from ga_model.base._internals import raw, stateless_scope
 from ga_model.base._internals_torch import times_written
@@ -37,7 +37,7 @@ class TorchBackend(Backend):
 
     Attributes:
         process_group: the `torch.distributed.ProcessGroup` that trains the model, or None.
-        processes: the processes of the group, or None if this one trains alone.
+        processes: the processes of the group, or this one alone.
     """
 
     noted_class = Noting
@@ -54,30 +54,22 @@ class TorchBackend(Backend):
 
     def set_process_group(self, group: torch.distributed.ProcessGroup | None) -> None:
         """Train together with the processes of a group, or alone."""
-        self.process_group, self.processes = group, processes_of(group)
-
-    @property
-    def num_processes(self) -> int:  # type: ignore[override]
-        return 1 if self.processes is None else self.processes.size
+        self.process_group, self.processes = group, Processes(group)
+        self.num_processes = self.processes.size
 
     def exchange_sums(
         self, applied: Sequence[Applied], sums: Sums | None, is_measured: bool, is_end: bool
     ) -> tuple[Sums | None, bool]:
-        if self.processes is None:
-            return sums, is_end
         return self.processes.sum(applied, sums, is_measured, is_end)
 
     def begin_epoch(self, epoch: int, is_first: bool) -> None:
-        if self.processes is not None:
-            self.processes.begin_epoch(epoch, self._updated_variables())
+        self.processes.begin_epoch(epoch, self._updated_variables())
 
     def finish_fit(self) -> None:
-        if self.processes is not None:
-            self.processes.finish(self._updated_variables())
+        self.processes.finish(self._updated_variables())
 
     def end_fit(self) -> None:
-        if self.processes is not None:
-            self.processes.end_fit()
+        self.processes.end_fit()
 
     def _updated_variables(self) -> list[keras.Variable]:
         """Return the variables that updates change."""

@@ -56,11 +56,15 @@ class _Message(NamedTuple):
 
 
 class Processes:
-    """The `size` processes of a `torch.distributed.ProcessGroup` that train one model."""
+    """The processes of a group that train one model, or this process if `group` is None.
 
-    def __init__(self, group: torch.distributed.ProcessGroup) -> None:
+    Attributes:
+        size: number of processes. One exchanges nothing.
+    """
+
+    def __init__(self, group: torch.distributed.ProcessGroup | None) -> None:
         self._group = group
-        self.size = num_processes(group)
+        self.size = 1 if group is None else num_processes(group)
         self._has_compared = False
         self._is_in_fit = self._has_ended = False  # the latter: its epoch has made all updates
 
@@ -78,6 +82,8 @@ class Processes:
         self._is_in_fit = self._has_ended = False
 
     def _agree(self, kind: int, epoch: int, variables: Sequence[keras.Variable]) -> None:
+        if self.size == 1:
+            return
         message = _Message(kind, epoch, *_fingerprint(variables))
         messages = self._exchange(message, _device_of(variables))
         if len({message.epoch for message in messages}) > 1:
@@ -113,8 +119,9 @@ class Processes:
         Raises:
             RuntimeError: the processes do not train the same model, or some measure the noise.
         """
-        if is_end and sums is None and self._has_ended:  # no exchange: one may validate alone
-            return None, True
+        # A process whose epoch has ended may validate alone.
+        if self.size == 1 or (is_end and sums is None and self._has_ended):
+            return sums, is_end
         variables = [v for group in applied for v in group.variables]
         device = _device_of(variables)
         own = sums or Sums.of_nothing(len(variables))
@@ -203,11 +210,6 @@ class Processes:
                 for v, number, piece in zip(bucket, numbers, sums)
             ]
         return summed
-
-
-def processes_of(group: torch.distributed.ProcessGroup | None) -> Processes | None:
-    """Return the processes of a group, or None if this process trains alone."""
-    return Processes(group) if group is not None and num_processes(group) > 1 else None
 
 
 def num_processes(group: torch.distributed.ProcessGroup | None = None) -> int:
