@@ -80,13 +80,8 @@ class TorchBackend(Backend):
     # Steps.
 
     def _compiled(self, name: Name, function: Function) -> Callable[..., Nest]:
-        def run(*arguments: Nest) -> Nest:
-            with torch.no_grad():
-                if function.discards:
-                    arguments = keras.tree.map_structure(_copied, arguments)
-                return function.run(*arguments)
-
-        return run
+        run: Callable[..., Nest] = torch.no_grad()(function.run)
+        return (lambda *arguments: run(*self.copied(arguments))) if function.discards else run
 
     def copied(self, nest: Nest) -> Nest:
         return keras.tree.map_structure(_copied, nest)

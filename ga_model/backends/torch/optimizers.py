@@ -22,8 +22,6 @@ from ga_model.core.models import instances_in, is_of_keras
 from ga_model.core.recorder import CannotAccumulateError, Recording
 from ga_model.core.stand_ins import recorded
 
-_SCHEDULERS = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-
 
 def record_gradients(
     recording: Recording, applied: Applied, gradients: list[torch.Tensor | None]
@@ -105,12 +103,12 @@ class TorchOptimizers:
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self._known: dict[int, tuple[torch.optim.Optimizer, TorchOptimizer]] = {}
+        self._known: dict[int, TorchOptimizer] = {}  # by id of the optimizer
         self._steps = recorded("step", self._take)
 
     def of_torch(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers themselves."""
-        return instances_in(list(vars(self._model).values()), torch.optim.Optimizer)
+        return instances_in(vars(self._model), torch.optim.Optimizer)
 
     def all(self) -> list[TorchOptimizer]:
         """Return a `TorchOptimizer` for each, the same objects in every call."""
@@ -118,8 +116,8 @@ class TorchOptimizers:
 
     def parts(self) -> list[torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler]:
         """Return the optimizers and the model's schedulers, which a step changes."""
-        attributes = list(vars(self._model).values())
-        return [*self.of_torch(), *instances_in(attributes, _SCHEDULERS)]
+        classes = torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
+        return instances_in(vars(self._model), classes)
 
     def recorded(self) -> AbstractContextManager[None]:
         """Return a context in which their `step` passes gradients to a recording."""
@@ -127,8 +125,8 @@ class TorchOptimizers:
 
     def _of(self, optimizer: torch.optim.Optimizer) -> TorchOptimizer:
         if id(optimizer) not in self._known:
-            self._known[id(optimizer)] = optimizer, TorchOptimizer(optimizer)
-        return self._known[id(optimizer)][1]
+            self._known[id(optimizer)] = TorchOptimizer(optimizer)
+        return self._known[id(optimizer)]
 
     def _take(
         self,
