@@ -13,8 +13,9 @@ from typing import Any
 import keras
 import torch
 
+from ga_model.backends.torch.state import modules_in
 from ga_model.base._context import ThreadValue
-from ga_model.base._internals import layers_in, raw
+from ga_model.base._internals import raw
 from ga_model.base._internals_torch import (
     has_hooks_on_calls,
     has_hooks_on_gradients,
@@ -28,9 +29,9 @@ _noted = ThreadValue()
 
 def reason_not_to_split(layer: keras.Layer) -> str | None:
     """Return why buffers or hooks of a layer forbid splitting its calls, or None."""
-    if any(True for part in layers_in(layer) for _ in part.buffers()):
-        return "it has PyTorch buffers, which a call may write to"
-    for module in (module for part in layers_in(layer) for module in part.modules()):
+    for module in modules_in(layer):
+        if any(True for _ in module.buffers(recurse=False)):
+            return "it has PyTorch buffers, which a call may write to"
         if has_hooks_on_calls(module):
             return "it has forward hooks, which would see each microbatch"
         if has_hooks_on_gradients(module):
@@ -40,8 +41,7 @@ def reason_not_to_split(layer: keras.Layer) -> str | None:
 
 def has_hooks(model: keras.Model) -> bool:
     """Return whether any hook sees calls of layers, or gradients of weights."""
-    modules = (module for part in layers_in(model) for module in part.modules())
-    if any(has_hooks_on_calls(m) or has_hooks_on_gradients(m) for m in modules):
+    if any(has_hooks_on_calls(m) or has_hooks_on_gradients(m) for m in modules_in(model)):
         return True
     weights = map(raw, model.trainable_variables)
     return any(hooks_on_gradient(weight) or has_hooks_on_sum(weight) for weight in weights)

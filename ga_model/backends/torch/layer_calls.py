@@ -24,7 +24,7 @@ from ga_model.backends.torch.state import (
     set_random_state,
 )
 from ga_model.base import _numbers
-from ga_model.base._internals import layers_in, raw, saved_call_scopes, seeds
+from ga_model.base._internals import layers_in, raw, saved_call_scopes, seed_ids
 from ga_model.base._internals_torch import times_written
 from ga_model.base._python_state import PythonState
 from ga_model.core.call_types import Split, Traced
@@ -227,10 +227,9 @@ def _added(total: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.T
 
 def _expected_unchanged(split: Split) -> list[tuple[str, torch.Tensor]]:
     """Return names and tensors that must not be written to before the second pass."""
-    parts = layers_in(split.layer)
+    parts, changing = layers_in(split.layer), seed_ids(split.layer)
     normal = [part for part in parts if isinstance(part, keras.layers.BatchNormalization)]
-    changing = {id(v) for part in normal for v in part.non_trainable_variables}
-    changing |= {id(v) for part in parts for v in seeds(part)}
+    changing |= {id(v) for part in normal for v in part.non_trainable_variables}
     variables = split.layer.variables
     found = [("an input", t) for t in (*split.samples, *split.fixed[len(variables) :])]
     return found + [(v.path, raw(v)) for v in variables if id(v) not in changing]
@@ -239,8 +238,7 @@ def _expected_unchanged(split: Split) -> list[tuple[str, torch.Tensor]]:
 def parameters_beside(layer: keras.Layer, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the trainable parameters of a layer that are not among these tensors."""
     known = set(map(id, tensors))
-    found = {id(p): p for p in layer.parameters() if p.requires_grad}
-    return [parameter for key, parameter in found.items() if key not in known]
+    return [p for p in layer.parameters() if p.requires_grad and id(p) not in known]
 
 
 def autocast_scopes() -> Callable[[], AbstractContextManager[None]]:

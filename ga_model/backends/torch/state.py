@@ -22,7 +22,9 @@ class State(VariableSnapshot):
     def __init__(self, model: keras.Model, variables: Sequence[keras.Variable]) -> None:
         super().__init__(model, variables)
         tensors = list(map(raw, self._variables))
-        self._stores = [store for layer in layers_in(model) for store in _stores_in(layer)]
+        modules = modules_in(model)
+        self._stores = [buffers for module in modules if (buffers := buffers_of(module))]
+        self._stores += [vars(module) for module in modules if not is_of_library(module)]
         self._held = [dict(store) for store in self._stores]
         tensors += [t for store in self._held for t in store.values() if _has_values(t)]
         self._values = [(t, times_written(t), t.detach().clone()) for t in unique(tensors)]
@@ -51,12 +53,10 @@ class TensorSnapshot:
     """The tensors that a layer call may write to: state variables, and tensors in attributes."""
 
     def __init__(self, layer: keras.Layer) -> None:
-        parts = layers_in(layer)
-        modules = {id(m): m for part in parts for m in part.modules()}
-        found = [(v.path, raw(v)) for part in parts for v in layer_state(part)]
+        found = [(v.path, raw(v)) for part in layers_in(layer) for v in layer_state(part)]
         found += [
             (f"the tensor `{name}` of {getattr(module, 'name', type(module).__name__)!r}", value)
-            for module in modules.values()
+            for module in modules_in(layer)
             for name, value in vars(module).items()
             if _has_values(value)
         ]
@@ -92,11 +92,9 @@ class LeftGradients:
             parameter.grad = None if gradient is None else gradient.clone()
 
 
-def _stores_in(layer: keras.Layer) -> list[dict[str, Any]]:
-    """Return the dicts in which a layer keeps tensors that are not variables."""
-    modules = [m for m in layer.modules() if m is layer or not isinstance(m, keras.layers.Layer)]
-    buffers = [buffers for module in modules if (buffers := buffers_of(module))]
-    return buffers + [vars(module) for module in modules if not is_of_library(module)]
+def modules_in(layer: keras.Layer) -> list[torch.nn.Module]:
+    """Return a layer, its sublayers, and the other modules of PyTorch in them, at any depth."""
+    return unique(module for part in layers_in(layer) for module in part.modules())
 
 
 def _has_values(value: Any) -> bool:
