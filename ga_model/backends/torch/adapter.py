@@ -48,7 +48,7 @@ class TorchBackend(Backend):
         before = vars(model).get("_accumulation")  # `compile` keeps the group
         self.set_process_group(None if before is None else before.backend.process_group)
         self._optimizers_of_torch = TorchOptimizers(model)
-        self._updated: list[tuple[torch.Tensor, int]] = []
+        self._updated: list[tuple[torch.Tensor, int]] = []  # and how often each was written to
 
     # Processes.
 
@@ -115,7 +115,10 @@ class TorchBackend(Backend):
     def keeping_state(self) -> Iterator[None]:
         state = self._kept()
         is_repeated = self._model._accumulation.is_automatic
-        self._updated = self._versions_of_updated() if is_repeated else []
+        tensors = list(map(raw, self._updated_variables())) if is_repeated else []
+        # Scalars of optimizers are left out: users may set them.
+        weights_and_slots = [t for t in tensors if t.requires_grad or t.numel() > 1]
+        self._updated = [(tensor, times_written(tensor)) for tensor in weights_and_slots]
         try:
             yield
         except BaseException:
@@ -184,14 +187,6 @@ class TorchBackend(Backend):
 
     def has_updated(self) -> bool:
         return any(times_written(tensor) != version for tensor, version in self._updated)
-
-    def _versions_of_updated(self) -> list[tuple[torch.Tensor, int]]:
-        """Return the tensors that updates change, and how often each was written to."""
-        optimizers = optimizers_in(vars(self._model))
-        states = [raw(v) for optimizer in optimizers for v in optimizer.variables]
-        states = [tensor for tensor in states if tensor.numel() > 1]  # users may set scalars
-        tensors = [*map(raw, self._model.trainable_variables), *states]
-        return [(tensor, times_written(tensor)) for tensor in tensors]
 
 
 def _copied(value: Any) -> Any:

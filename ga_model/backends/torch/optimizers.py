@@ -58,21 +58,19 @@ class TorchOptimizer:
         self.name = type(optimizer).__name__
         with keras.device("cpu"):
             self.iterations = _number("int", f"iterations_of_{self.name}")
-            self._places = [
-                (place, key)
+            self._numbers = {  # by index of the parameter group, and name
+                (place, key): _number("float32", f"{self.name}_{key}")
                 for place, group in enumerate(optimizer.param_groups)
                 for key, value in group.items()
                 if _is_number(value)
-            ]
-            numbers = [_number("float32", f"{self.name}_{key}") for _, key in self._places]
-            self.variables = [self.iterations, *numbers]
+            }
+        self.variables = [self.iterations, *self._numbers.values()]
         self.note_numbers()
 
     def note_numbers(self) -> None:
         """Copy the optimizer's numbers to the variables."""
-        groups = self._optimizer.param_groups
-        for variable, (place, key) in zip(self.variables[1:], self._places):
-            variable.assign(float(groups[place][key]))
+        for (place, key), variable in self._numbers.items():
+            variable.assign(float(self._optimizer.param_groups[place][key]))
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return the tensors that it updates."""

@@ -142,14 +142,13 @@ class Processes:
         is_sum = bool(counting[0].is_sum)
         shrink = unit / largest if unit and largest else 1.0
         gradients = [g if g is None or shrink == 1.0 else g.mul_(shrink) for g in own.gradients]
+        total = math.fsum(m.total * (m.unit / largest) for m in counting if largest)
         sums = own._replace(
             gradients=self._summed(variables, gradients),
-            total=math.fsum(m.total * (m.unit / largest) for m in counting if largest),
-            unit=largest,
+            total=None if is_sum else total,
+            unit=1.0 if is_sum else largest,
             num_counted=int(sum(message.number for message in counting)),
         )
-        if is_sum:
-            sums = sums._replace(total=None, unit=1.0)
         if is_measured:
             squares = self._summed_squares(sums.squares, len(applied), shrink, device)
             sums = sums._replace(squares=squares)
@@ -169,8 +168,7 @@ class Processes:
                 "`GradientNoiseScale` must run in all processes of a `process_group`. "
                 "Received: the callback in only some of them. Pass one to `fit` in each process."
             )
-        if not self._has_compared:
-            _check_equal(messages)
+        _check_equal(messages)
         self._has_compared = True
         if len({message.is_sum for message in counting}) > 1:
             raise RuntimeError(
