@@ -28,22 +28,19 @@ def by_microbatches(split: Split) -> tuple[list[jax.Array], Traced]:
     rows = samples[0].shape[0]
     num_full, rest = divmod(rows, size)
 
-    def part(share: float) -> Callable[..., tuple[list[jax.Array], Traced]]:
-        @functools.partial(jax.checkpoint, prevent_cse=False)
-        def run(
-            carried: list[jax.Array], samples: list[jax.Array]
-        ) -> tuple[list[jax.Array], Traced]:
-            return split.function(carried, split.fixed, samples, share)
-
-        return run  # type: ignore[no-any-return]
+    @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+    def run(
+        carried: list[jax.Array], samples: list[jax.Array], share: float
+    ) -> tuple[list[jax.Array], Traced]:
+        return split.function(carried, split.fixed, samples, share)
 
     stacked = [a[: num_full * size].reshape(num_full, size, *a.shape[1:]) for a in samples]
-    carried, traced = jax.lax.scan(part(size / rows), split.carried, stacked)
+    carried, traced = jax.lax.scan(lambda *part: run(*part, size / rows), split.carried, stacked)
     joined = jax.tree.map(lambda a: a.reshape(num_full * size, *a.shape[2:]), traced[:2])
     losses = list(map(jnp.sum, traced.losses))
     moments = list(map(Moments.of_stacked, traced.moments))
     if rest:
-        carried, last = part(rest / rows)(carried, [a[num_full * size :] for a in samples])
+        carried, last = run(carried, [a[num_full * size :] for a in samples], rest / rows)
         joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), joined, last[:2])
         losses = [a + b for a, b in zip(losses, last.losses)]
         moments = [a.plus(b) for a, b in zip(moments, last.moments)]
@@ -57,20 +54,23 @@ def run_isolated(
 ) -> Callable[..., list[np.ndarray]]:
     """Return a function that runs a call during a trace: see `Backend.run_isolated`."""
     function = functools.partial(_gradients, call.function) if with_gradients else call.function
-    compiled: dict[int, jax.stages.Wrapped] = {}
+
+    @functools.partial(jax.jit, compiler_options=BRIEF_OPTIONS)
+    def with_draws(
+        fixed: list[jax.Array], samples: list[jax.Array], begin: jax.Array
+    ) -> list[jax.Array]:
+        draws = Draws(samples[0].shape[0], calls.TOTAL, begin, begin)
+        return Noting(draws).run(function, (fixed, samples))  # type: ignore[no-any-return]
 
     def run(
         fixed: list[np.ndarray], arrays: list[np.ndarray], begin: int, end: int
     ) -> list[np.ndarray]:
         arguments = fixed, [array[begin:end] for array in arrays], np.int32(begin)
-        if end - begin not in compiled:
-            of_size = functools.partial(_with_draws, function, end - begin)
-            compiled[end - begin] = jax.jit(of_size, compiler_options=BRIEF_OPTIONS)
         try:
             with jax.ensure_compile_time_eval():
-                results = compiled[end - begin](*arguments)
+                results = with_draws(*arguments)
         except NotImplementedError:  # raised for loops, up to JAX 0.6
-            results = compiled[end - begin].lower(*arguments).compile()(*arguments)
+            results = with_draws.lower(*arguments).compile()(*arguments)
         return list(map(np.asarray, results))
 
     return run
@@ -79,30 +79,12 @@ def run_isolated(
 def _gradients(
     function: Callable[..., list[jax.Array]], fixed: list[jax.Array], samples: list[jax.Array]
 ) -> list[jax.Array]:
-    sources = [*samples, *fixed]
-    places = [place for place, source in enumerate(sources) if _has_gradient(source)]
+    def run(samples: list[jax.Array], fixed: list[jax.Array]) -> list[jax.Array]:
+        return list(filter(_is_inexact, function(fixed, samples)))
 
-    def run(values: list[jax.Array]) -> list[jax.Array]:
-        arrays = list(sources)
-        for place, value in zip(places, values):
-            arrays[place] = value
-        outputs = function(arrays[len(samples) :], arrays[: len(samples)])
-        return list(filter(_has_gradient, outputs))
-
-    results, pullback = jax.vjp(run, [sources[place] for place in places])
-    (gradients,) = pullback(results)
-    return gradients  # type: ignore[no-any-return]
+    results, pullback = jax.vjp(run, samples, fixed)
+    return list(filter(_is_inexact, jax.tree.leaves(pullback(results))))
 
 
-def _has_gradient(array: jax.Array) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(array), jnp.inexact))
-
-
-def _with_draws(
-    function: Callable[..., list[jax.Array]],
-    rows: int,
-    fixed: list[jax.Array],
-    samples: list[jax.Array],
-    begin: jax.Array,
-) -> list[jax.Array]:
-    return Noting(Draws(rows, calls.TOTAL, begin, begin)).run(function, (fixed, samples))  # type: ignore[no-any-return]
+def _is_inexact(array: jax.Array) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jnp.inexact))
