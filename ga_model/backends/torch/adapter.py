@@ -24,7 +24,7 @@ from ga_model.base._types import Logs, Nest
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import Applied, Function, Name, States
 from ga_model.core.call_types import Split, Traced
-from ga_model.core.models import optimizers_in
+from ga_model.core.models import instances_in, optimizers_in
 from ga_model.core.snapshots import state_variables
 from ga_model.core.window import Sums
 
@@ -126,9 +126,9 @@ class TorchBackend(Backend):
             raise
 
     def state(self) -> States:
-        others = Attributes(self._optimizers_of_torch.parts())
-        left = LeftGradients(self._model)
-        return States(self._kept(with_weights=True), super().state(), others, left)
+        classes = torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
+        others, left = instances_in(vars(self._model), classes), LeftGradients(self._model)
+        return States(self._kept(with_weights=True), super().state(), Attributes(others), left)
 
     def _kept(self, with_weights: bool = False) -> State:
         variables = state_variables(self._model, self.optimizers(), with_weights)

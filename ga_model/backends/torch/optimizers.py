@@ -72,10 +72,6 @@ class TorchOptimizer:
         for (place, key), variable in self._numbers.items():
             variable.assign(float(self._optimizer.param_groups[place][key]))
 
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Return the tensors that it updates."""
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
-
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return loss
 
@@ -112,11 +108,6 @@ class TorchOptimizers:
         """Return a `TorchOptimizer` for each, the same objects in every call."""
         return list(map(self._of, self.of_torch()))
 
-    def parts(self) -> list[torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler]:
-        """Return the optimizers and the model's schedulers, which a step changes."""
-        classes = torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
-        return instances_in(vars(self._model), classes)
-
     def recorded(self) -> AbstractContextManager[None]:
         """Return a context in which their `step` passes gradients to a recording."""
         return self._steps.of(self.of_torch())
@@ -136,7 +127,8 @@ class TorchOptimizers:
             raise CannotAccumulateError(refusals.closure_message(self._model.name))
         wrapper, weights = self._of(optimizer), self._model.trainable_variables
         known = {id(raw(variable)): variable for variable in weights}
-        updated = [p for p in wrapper.parameters() if p.requires_grad]
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        updated = [p for p in parameters if p.requires_grad]
         if not all(id(parameter) in known for parameter in updated):
             raise CannotAccumulateError(refusals.foreign_message(self._model.name, wrapper.name))
         if recording.moves_by is not None:  # in a trial, which compares them
