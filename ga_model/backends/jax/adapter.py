@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,10 @@ from ga_model.core.stand_ins import SCALE_LOSS, recorded
 if TYPE_CHECKING:
     from ga_model.core.recorder import Recording
     from ga_model.core.window import Sums
+
+_Values: TypeAlias = dict[Group, list[jax.Array]]  # of all variables of groups
+_Changed: TypeAlias = dict[Group, dict[int, jax.Array]]  # new values of some, by index
+_State: TypeAlias = tuple[list[jax.Array], ...]  # the values of `GROUPS`, as Keras passes them
 
 
 def _stateless_apply(
@@ -72,7 +76,7 @@ class JaxBackend(Backend):
 
     def __init__(self, model: keras.Model) -> None:
         super().__init__(model)
-        self._values: dict[Group, list[jax.Array]] = {}
+        self._values: _Values = {}
         self._step_values = ThreadValue({})  # values at the start of the running step
 
     def variables(self, group: Group) -> list[keras.Variable]:
@@ -139,7 +143,7 @@ class JaxBackend(Backend):
             return self._values[group]
         return [value_in(scope, variable) for variable in self.variables(group)]
 
-    def put(self, values: dict[Group, dict[int, jax.Array]]) -> None:
+    def put(self, values: _Changed) -> None:
         """Set new values of variables, by group and index."""
         for group, changed in values.items():
             if stateless_scope() is None:
@@ -150,20 +154,16 @@ class JaxBackend(Backend):
                 for place, value in changed.items():
                     variables[place].assign(value)
 
-    def scope_with(self, values: dict[Group, list[jax.Array]]) -> keras.StatelessScope:
+    def scope_with(self, values: _Values) -> keras.StatelessScope:
         """Return a scope in which variables have these values."""
         variables = chain.from_iterable(map(self.variables, values))
         return stateless_scope_with(variables, chain.from_iterable(values.values()))
 
-    def values_in(
-        self, scope: keras.StatelessScope, groups: Iterable[Group]
-    ) -> dict[Group, list[jax.Array]]:
+    def values_in(self, scope: keras.StatelessScope, groups: Iterable[Group]) -> _Values:
         """Return the values of groups of variables in a scope."""
         return {g: list(map(scope.get_current_value, self.variables(g))) for g in groups}
 
-    def train(
-        self, state: tuple[list[jax.Array], ...], run: Callable[[], Logs]
-    ) -> tuple[Logs, tuple[list[jax.Array], ...]]:
+    def train(self, state: _State, run: Callable[[], Logs]) -> tuple[Logs, _State]:
         """Run a function with the values that Keras passes to a train function.
 
         Returns:
@@ -215,7 +215,7 @@ class JaxBackend(Backend):
         others = self.variables("non_trainable")
         return logs, [others[place] for place in changed["non_trainable"]]
 
-    def _values_read(self) -> dict[Group, list[jax.Array]]:
+    def _values_read(self) -> _Values:
         """Return the values of the groups of variables that the running function got."""
         known = stateless_scope().state_mapping
         variables = ((group, self.variables(group)) for group in GROUPS)
@@ -234,9 +234,7 @@ class JaxBackend(Backend):
     def noting(
         self, function: Callable[..., Nest], arguments: tuple[Nest, ...], draws: Draws | None = None
     ) -> tuple[Nest, Noted]:
-        def pure(
-            values: dict[Group, list[jax.Array]], arguments: tuple[Nest, ...]
-        ) -> tuple[Nest, dict[Group, dict[int, jax.Array]]]:
+        def pure(values: _Values, arguments: tuple[Nest, ...]) -> tuple[Nest, _Changed]:
             with self.scope_with(values) as scope:
                 result = function(*arguments)
             after = self.values_in(scope, values)
@@ -249,11 +247,11 @@ class JaxBackend(Backend):
 
     def run_plain(
         self,
-        train_step: Callable[..., tuple[Logs, tuple[list[jax.Array], ...]]],
+        train_step: Callable[..., tuple[Logs, _State]],
         after_update: Callable[[], None],
-        state: tuple[list[jax.Array], ...],
+        state: _State,
         data: Nest,
-    ) -> tuple[Logs, tuple[list[jax.Array], ...]]:
+    ) -> tuple[Logs, _State]:
         logs, state = train_step(state, data)
         values = dict(zip(GROUPS, state))
         with self.scope_with(values) as scope:
@@ -328,10 +326,10 @@ class Compiled:
 
     def _run(
         self,
-        donated: tuple[dict[Group, list[jax.Array]], tuple[Nest, ...]],
-        read: dict[Group, list[jax.Array]],
+        donated: tuple[_Values, tuple[Nest, ...]],
+        read: _Values,
         arguments: tuple[Nest, ...],
-    ) -> tuple[Nest, dict[Group, dict[int, jax.Array]]]:
+    ) -> tuple[Nest, _Changed]:
         """Return the function's result and new values: all of the groups that it updates, and only
         the changed ones of other groups, because results of a program are copied.
         """
