@@ -5,7 +5,8 @@ So the gradients of a microbatch are never all in memory at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 
 import keras
 import torch
@@ -39,22 +40,20 @@ class GradientSums:
                 for total in self._totals:
                     if total is not None:
                         total.mul_(_numbers.like(total, shrink))
-        if self._can_stay():
-            for tensor, total in zip(self._tensors, self._totals):
+        self.is_in_grad = self._can_stay()
+        for place, (tensor, total) in enumerate(zip(self._tensors, self._totals)):
+            if self.is_in_grad:
                 tensor.grad = total
-            self.is_in_grad = True
-            return
-        for place, tensor in enumerate(self._tensors):
-            hook = self._hook(place)
-            self._handles.append(tensor.register_post_accumulate_grad_hook(hook))
+            else:
+                add = functools.partial(self._add, place)
+                self._handles.append(tensor.register_post_accumulate_grad_hook(add))
 
     def end(self) -> list[torch.Tensor | None]:
         """Return the sums, None for variables without a gradient in all microbatches."""
         if self.is_in_grad:
-            totals = [tensor.grad for tensor in self._tensors]
+            self._totals = [tensor.grad for tensor in self._tensors]
             for tensor in self._tensors:
                 tensor.grad = None
-            return totals
         for handle in self._handles:
             handle.remove()
         totals, self._totals = self._totals, []
@@ -70,15 +69,13 @@ class GradientSums:
             for tensor in self._tensors
         )
 
-    def _hook(self, place: int) -> Callable[[torch.Tensor], None]:
-        def add(tensor: torch.Tensor) -> None:
-            gradient, tensor.grad = tensor.grad, None
-            with torch.no_grad():
-                wide, total = _numbers.widened(gradient), self._totals[place]
-                if total is not None:
-                    wide = _numbers.added(total, wide, 1.0, self._counts)
-                elif self._counts is not True:
-                    wide = _numbers.where_or_zero(self._counts, wide)
-                self._totals[place] = wide
-
-        return add
+    def _add(self, place: int, tensor: torch.Tensor) -> None:
+        """Move a gradient from `.grad` to its sum."""
+        gradient, tensor.grad = tensor.grad, None
+        with torch.no_grad():
+            wide, total = _numbers.widened(gradient), self._totals[place]
+            if total is not None:
+                wide = _numbers.added(total, wide, 1.0, self._counts)
+            elif self._counts is not True:
+                wide = _numbers.where_or_zero(self._counts, wide)
+            self._totals[place] = wide
