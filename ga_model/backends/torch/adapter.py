@@ -14,7 +14,7 @@ import torch
 from ga_model.backends.torch import call_hooks, isolated_calls, layer_calls, optimizers, refusals
 from ga_model.backends.torch.gradient_sums import GradientSums
 from ga_model.backends.torch.noting import Noting
-from ga_model.backends.torch.optimizers import TorchOptimizer, TorchOptimizers
+from ga_model.backends.torch.optimizers import TorchOptimizer
 from ga_model.backends.torch.process_group import Processes
 from ga_model.backends.torch.state import LeftGradients, State
 from ga_model.base._internals import raw, stateless_scope
@@ -47,7 +47,7 @@ class TorchBackend(Backend):
         super().__init__(model)
         before = vars(model).get("_accumulation")  # `compile` keeps the group
         self.set_process_group(None if before is None else before.backend.process_group)
-        self._optimizers_of_torch = TorchOptimizers(model)
+        self._wrappers: dict[int, TorchOptimizer] = {}  # by id of the optimizer
         self._updated: list[tuple[torch.Tensor, int]] = []  # and how often each was written to
 
     # Processes.
@@ -96,7 +96,7 @@ class TorchBackend(Backend):
 
     @contextlib.contextmanager
     def recording_optimizers(self) -> Iterator[None]:
-        with super().recording_optimizers(), self._optimizers_of_torch.recorded():
+        with super().recording_optimizers(), optimizers.STEP.of(self._optimizers_of_torch()):
             yield
 
     record_gradients = staticmethod(optimizers.record_gradients)
@@ -135,7 +135,16 @@ class TorchBackend(Backend):
         return State(self._model, variables)
 
     def optimizers(self) -> list[keras.optimizers.Optimizer | TorchOptimizer]:
-        return [*super().optimizers(), *self._optimizers_of_torch.all()]
+        return [*super().optimizers(), *map(self.wrapper_of, self._optimizers_of_torch())]
+
+    def _optimizers_of_torch(self) -> list[torch.optim.Optimizer]:
+        return instances_in(vars(self._model), torch.optim.Optimizer)
+
+    def wrapper_of(self, optimizer: torch.optim.Optimizer) -> TorchOptimizer:
+        """Return the `TorchOptimizer` of an optimizer, the same in each call."""
+        if id(optimizer) not in self._wrappers:
+            self._wrappers[id(optimizer)] = TorchOptimizer(optimizer)
+        return self._wrappers[id(optimizer)]
 
     # Checks, and calls of layers.
 

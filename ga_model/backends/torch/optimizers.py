@@ -8,7 +8,6 @@ window, and calls the original `step`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -18,7 +17,7 @@ from ga_model.backends.torch import refusals
 from ga_model.base._internals import iterations_variable, raw
 from ga_model.base._internals_torch import note_step
 from ga_model.core.backend_types import Applied
-from ga_model.core.models import instances_in, is_of_keras
+from ga_model.core.models import is_of_keras
 from ga_model.core.recorder import CannotAccumulateError, Recording
 from ga_model.core.stand_ins import recorded
 
@@ -92,47 +91,25 @@ def _is_number(value: Any) -> bool:
     return is_tensor or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
-class TorchOptimizers:
-    """The `torch.optim` optimizers in attributes of a model."""
+def _record_step(
+    recording: Recording,
+    optimizer: torch.optim.Optimizer,
+    closure: Callable[[], Any] | None = None,
+) -> None:
+    model = recording.model
+    if closure is not None:
+        raise CannotAccumulateError(refusals.closure_message(model.name))
+    wrapper: TorchOptimizer = recording.backend.wrapper_of(optimizer)  # type: ignore[attr-defined]
+    known = {id(raw(variable)): variable for variable in model.trainable_variables}
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    updated = [p for p in parameters if p.requires_grad]
+    if not all(id(parameter) in known for parameter in updated):
+        raise CannotAccumulateError(refusals.foreign_message(model.name, wrapper.name))
+    if recording.moves_by is not None:  # in a trial, which compares them
+        wrapper.note_numbers()
+    note_step(optimizer)
+    variables = tuple(known[id(parameter)] for parameter in updated)
+    record_gradients(recording, Applied(wrapper, variables), [p.grad for p in updated])
 
-    def __init__(self, model: keras.Model) -> None:
-        self._model = model
-        self._known: dict[int, TorchOptimizer] = {}  # by id of the optimizer
-        self._steps = recorded("step", self._take)
 
-    def of_torch(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers themselves."""
-        return instances_in(vars(self._model), torch.optim.Optimizer)
-
-    def all(self) -> list[TorchOptimizer]:
-        """Return a `TorchOptimizer` for each, the same objects in every call."""
-        return list(map(self._of, self.of_torch()))
-
-    def recorded(self) -> AbstractContextManager[None]:
-        """Return a context in which their `step` passes gradients to a recording."""
-        return self._steps.of(self.of_torch())
-
-    def _of(self, optimizer: torch.optim.Optimizer) -> TorchOptimizer:
-        if id(optimizer) not in self._known:
-            self._known[id(optimizer)] = TorchOptimizer(optimizer)
-        return self._known[id(optimizer)]
-
-    def _take(
-        self,
-        recording: Recording,
-        optimizer: torch.optim.Optimizer,
-        closure: Callable[[], Any] | None = None,
-    ) -> None:
-        if closure is not None:
-            raise CannotAccumulateError(refusals.closure_message(self._model.name))
-        wrapper, weights = self._of(optimizer), self._model.trainable_variables
-        known = {id(raw(variable)): variable for variable in weights}
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        updated = [p for p in parameters if p.requires_grad]
-        if not all(id(parameter) in known for parameter in updated):
-            raise CannotAccumulateError(refusals.foreign_message(self._model.name, wrapper.name))
-        if recording.moves_by is not None:  # in a trial, which compares them
-            wrapper.note_numbers()
-        note_step(optimizer)
-        variables = tuple(known[id(parameter)] for parameter in updated)
-        record_gradients(recording, Applied(wrapper, variables), [p.grad for p in updated])
+STEP = recorded("step", _record_step)
