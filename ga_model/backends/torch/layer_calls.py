@@ -33,11 +33,7 @@ from ga_model.core.statistics import Moments
 
 
 class Microbatches:
-    """Runs the function of a `Split` by microbatches.
-
-    Attributes:
-        sources: tensors that may need a gradient.
-    """
+    """Runs the function of a `Split` by microbatches."""
 
     def __init__(self, split: Split) -> None:
         tensors = [*split.fixed, *split.samples]
@@ -48,7 +44,7 @@ class Microbatches:
         self._shares = [slice(start, min(start + split.size, self._rows)) for start in starts]
         self._is_source = [tensor.requires_grad for tensor in tensors]
         others = parameters_beside(split.layer, split.fixed)
-        self.sources = [t for t in (*tensors, *others) if t.requires_grad]
+        self._sources = [t for t in (*tensors, *others) if t.requires_grad]
         self._tensors = TensorSnapshot(split.layer)
         self._in_call, self._autocast = saved_call_scopes(), autocast_scopes()
         # The `carried` and the random state before each microbatch.
@@ -67,7 +63,7 @@ class Microbatches:
         """
         random = random_state()
         try:
-            results = _Operation.apply(self, *self.sources)
+            results = _Operation.apply(self, *self._sources)
         except BaseException:
             self._tensors.restore()
             set_random_state(random)

@@ -102,9 +102,6 @@ def _has_values(value: Any) -> bool:
     return torch.is_tensor(value) and not value.is_meta
 
 
-# The random state of PyTorch itself, on the CPU and on each GPU.
-
-
 def random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the random states of the CPU and of each GPU."""
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
