@@ -198,8 +198,6 @@ class Steps:
         backend = self._backend
         weigh = backend.compiled("weigh", self.step.weigh, backend.step_groups, discards=True)
         microbatches = map(batch.microbatch, range(batch.num_microbatches))
-        if not backend.traces:  # losses may write to their inputs
-            microbatches = map(backend.copied, microbatches)
         with backend.restoring(is_own=False):
             weights_of_each = [weigh(backend.on_device(data)) for data in microbatches]
         return [sum(weights) for weights in zip(*weights_of_each)]

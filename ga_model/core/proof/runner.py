@@ -149,8 +149,6 @@ class StepRunner:
         )
         scalar_arguments = np.float32(moves_by), np.int32(begin), np.int32(number)
         data = samples_between(self._data, begin, end)
-        if not self._backend.traces:  # losses may write to their inputs
-            data = self._backend.copied(data)
         data = self._backend.as_traced(data)  # as in training
         (rates, numbers, logs, loss_weight), scalars, fields = keras.tree.map_structure(
             lambda x: None if x is None else ops.convert_to_numpy(x),
