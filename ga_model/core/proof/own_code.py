@@ -50,7 +50,7 @@ def _is_run_by_user(layers: list[keras.Layer], backend: Backend) -> bool:
 def _is_of_user(layer: keras.Layer) -> bool:
     module = type(layer).__module__
     holds_code = isinstance(layer, (keras.layers.Lambda, keras.layers.TorchModuleWrapper))
-    is_of_keras = module.startswith("keras.") and not holds_code
+    is_of_keras = all(map(_is_of_keras, (type(layer), type(layer).call))) and not holds_code
     axes = getattr(layer, "axis", getattr(layer, "axes", None))
     axes = axes if isinstance(axes, (list, tuple)) else [axes]
     is_along_samples = any(axis is not None and (axis == 0 or axis < -1) for axis in axes)
@@ -65,15 +65,24 @@ def _has_function_of_user(layer: keras.Layer) -> bool:
 
     Initializers, regularizers and constraints see no samples. Backend functions are tried alone.
     """
-    of_layer = {} if isinstance(layer, keras.Model) else vars(layer)  # a model's are for training
-    for name, value in of_layer.items():
+    for name, value in vars(layer).items():
         if not callable(value) or name.endswith(_OF_WEIGHTS):
             continue
-        owner = getattr(value, "__self__", value)  # the object of a method
-        module = getattr(owner, "__module__", None) or type(owner).__module__
-        if isinstance(value, (type, keras.layers.Layer)) or module.startswith("keras."):
+        if isinstance(layer, keras.Model) and name != "call":  # for training
             continue
-        is_of_backend = module.split(".")[0] in _BACKENDS
+        # A method is of its object's class, and of the module that defines its function.
+        parts = getattr(value, "__self__", value), getattr(value, "__func__", value)
+        if isinstance(value, (type, keras.layers.Layer)) or all(map(_is_of_keras, parts)):
+            continue
+        is_of_backend = _module_of(parts[0]).split(".")[0] in _BACKENDS
         if not is_of_backend or combines_samples(value, (keras.KerasTensor((None, 4)),), {}):
             return True
     return False
+
+
+def _module_of(value: object) -> str:
+    return str(getattr(value, "__module__", None) or type(value).__module__)
+
+
+def _is_of_keras(value: object) -> bool:
+    return _module_of(value).startswith("keras.")
