@@ -14,7 +14,7 @@ from ga_model.base import _validate
 from ga_model.core import messages
 from ga_model.core.automatic import FoundSize
 from ga_model.core.backend import Backend
-from ga_model.core.models import optimizers_in
+from ga_model.core.models import is_of_keras, optimizers_in
 from ga_model.core.noise import GradientNoise
 from ga_model.core.updates import Counters
 
@@ -95,9 +95,17 @@ class ModelState:
         return is_whole and not self.accumulates() and not self.settings.skip_nonfinite
 
     def check_step(self) -> None:
-        """Raise TypeError if a `train_step` assigned to the instance hides that of the class."""
-        if "train_step" in vars(self._model) and not self.is_plain():
-            raise TypeError(_instance_step_message(self._model.name))
+        """Raise TypeError if training would leave out code of the user's.
+
+        That is a `train_step` assigned to the instance, or a `make_train_function` of its class.
+        """
+        model, name = self._model, "make_train_function"
+        if self.is_plain():
+            return
+        if "train_step" in vars(model):
+            raise TypeError(_instance_step_message(model.name))
+        if name not in vars(model) and not is_of_keras(model, name):
+            raise TypeError(_own_train_function_message(model.name))
 
     # The window.
 
@@ -225,4 +233,13 @@ def _instance_step_message(model: str) -> str:
         f"`train_step` must be a method of the model's class. Received: {model!r} with "
         "`train_step` assigned to the instance, which is not accumulated. Define it in a subclass, "
         f"or {messages.WITHOUT}."
+    )
+
+
+def _own_train_function_message(model: str) -> str:
+    return (
+        "`fit` accumulates in a train function of its own. "
+        f"Received: {model!r}, whose class overrides `make_train_function`, which would not be "
+        "called. Move what it does to `train_step`, to `on_update` (once per update) or to a "
+        f"callback, or {messages.WITHOUT}."
     )
