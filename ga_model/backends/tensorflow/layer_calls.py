@@ -6,15 +6,25 @@ of the first, which would then keep those of all microbatches. Sparse gradients 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from ga_model.backends.tensorflow.noting import Noting
+from ga_model.backends.tensorflow.state import Variables
 from ga_model.base._context import is_package_code
-from ga_model.base._internals import logits_of, mask_of, saved_call_scopes, set_logits, set_mask
+from ga_model.base._internals import (
+    layers_in,
+    logits_of,
+    mask_of,
+    saved_call_scopes,
+    set_logits,
+    set_mask,
+)
 from ga_model.base._internals_tf import (
     NOT_INLINED,
     are_watched_by_tape,
@@ -25,6 +35,7 @@ from ga_model.base._internals_tf import (
     resume_tapes,
     stateful_draws,
 )
+from ga_model.base._python_state import leaves_in
 from ga_model.base._types import Gradient, Nest
 from ga_model.core.call_types import IsolatedCall, Split, Traced
 from ga_model.core.proof.calls import TOTAL, NotByRowsError
@@ -313,7 +324,7 @@ def run_isolated(
     def run(
         fixed: list[np.ndarray], arrays: list[np.ndarray], begin: int, end: int
     ) -> list[np.ndarray]:
-        with tf.init_scope():
+        with tf.init_scope(), _keeping_variables(call.layer):
             noting = Noting(Draws(end - begin, TOTAL, begin, begin))
             arguments = list(map(tf.constant, fixed)), [tf.constant(a[begin:end]) for a in arrays]
             if not with_gradients:
@@ -326,6 +337,24 @@ def run_isolated(
             return list(map(np.asarray, map(_or_zeros, gradients, sources)))
 
     return run
+
+
+@contextlib.contextmanager
+def _keeping_variables(layer: keras.Layer) -> Iterator[None]:
+    """Restore the variables of TensorFlow, not of Keras, that a layer holds after the block.
+
+    Raises:
+        NotByRowsError: at its end, if the block wrote to them.
+    """
+    held = leaves_in(value for part in layers_in(layer) for value in vars(part).values())
+    variables = Variables(leaf for leaf in held if isinstance(leaf, tf.Variable))
+    try:
+        yield
+    finally:
+        written = variables.written()
+        variables.restore()
+    if written:
+        raise NotByRowsError(f"it writes to {written} in each call")
 
 
 def attached_to(output: tf.Tensor) -> dict[str, tf.Tensor]:

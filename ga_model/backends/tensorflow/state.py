@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterable, Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ga_model.backends.tensorflow.replicas import copies
@@ -40,6 +41,11 @@ class Variables:
         for copy in (copy for variable in variables for copy in copies(variable)):
             if id(copy) not in self._values:
                 self._values[id(copy)] = copy, value_of(copy)
+
+    def written(self) -> list[str]:
+        """Return the names of the variables whose values have changed."""
+        pairs = self._values.values()
+        return [v.name for v, value in pairs if not np.array_equal(value_of(v), value)]
 
     def restore(self) -> None:
         """Restore all values."""
