@@ -237,6 +237,7 @@ class JaxBackend(Backend):
         def pure(values: _Values, arguments: tuple[Nest, ...]) -> tuple[Nest, _Changed]:
             with self.scope_with(values) as scope:
                 result = function(*arguments)
+            refusals.check_known(self._model, scope, map(self.variables, values))
             after = self.values_in(scope, values)
             return result, {group: _changed(after[group], values[group]) for group in values}
 

@@ -42,7 +42,7 @@ def check_known(
     """Raise RuntimeError if a scope wrote to a variable that is in none of the groups."""
     if set(scope.state_mapping) - {id(variable) for group in groups for variable in group}:
         raise RuntimeError(
-            "On JAX, `on_update` can write to the variables of the model and its optimizer only. "
-            f"Received: {model.name!r}, whose `on_update` writes to another variable. Store it in "
-            "an attribute of the model, with `trainable=False`."
+            "On JAX, `train_step` and `on_update` can write to the variables of the model and its "
+            f"optimizer only. Received: {model.name!r}, where one of them writes to another "
+            "variable. Store it in an attribute of the model, with `trainable=False`."
         )
