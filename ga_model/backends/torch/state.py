@@ -78,7 +78,8 @@ class TensorSnapshot:
 
 
 def _is_same(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    return bool(torch.equal(tensor.detach().nan_to_num(), value.nan_to_num()))
+    is_same = torch.allclose(tensor.detach(), value, rtol=0.0, atol=0.0, equal_nan=True)
+    return bool(is_same)
 
 
 class LeftGradients:
