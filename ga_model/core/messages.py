@@ -284,8 +284,8 @@ def zero_division_message(model: str) -> str:
         f"A loss of {model!r} was zero in a microbatch because its denominator was zero "
         "(`divide_no_nan`, or positive and negative weights that cancel), although its numerator "
         "was not. That microbatch has no weight, and is missing from the update of the full batch. "
-        "Divide by `maximum(number, 1)`, which is exact, use only positive weights, or set a "
-        '`microbatch_size` with `loss_over="batch"`.'
+        "Use only positive weights, shuffle the samples, or pass `fit` the full batch and set a "
+        '`microbatch_size` with `loss_over="batch"`, which is exact.'
     )
 
 
