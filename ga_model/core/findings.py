@@ -193,7 +193,6 @@ class Findings:
 
     def _look_at_unseen(self, window: Window) -> None:
         """Warn if training has gradients where the samples of trials had none."""
-        assert window.sums is not None
         gradients = [g for sums in self._backend.per_replica(window.sums) for g in sums.gradients]
         parts = [part for g in gradients for part in (g if is_list(g) else [g])]
         known = [values_of(part) for part in parts if part is not None]

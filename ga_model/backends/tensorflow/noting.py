@@ -73,9 +73,8 @@ class Noting(Noted):
         if name == "Multinomial":
             likeliest = tf.argmax(inputs[0], -1, outputs[0].dtype)
             return tf.broadcast_to(likeliest[:, None], tf.shape(outputs[0]))
-        if name not in _DRAWING:
+        if name not in _DRAWING or self._draws is None:
             return None
-        assert self._draws is not None
         output, draws, seed = outputs[0], self._draws, self._draws.next_seed()
         shape = output.shape
         is_any = shape.rank and shape[0] is None  # in a graph for any number of samples
