@@ -44,9 +44,9 @@ _GLOBAL_SEED = "global_seed_generator"
 # Layers.
 
 
-def layers_in(layer: keras.Layer, include_self: bool = True) -> list[keras.Layer]:
-    """Return the layers in a layer, at any depth. A layer precedes its sublayers."""
-    return list(layer._flatten_layers(include_self=include_self))
+def layers_in(layer: keras.Layer) -> list[keras.Layer]:
+    """Return a layer and those in it, at any depth. A layer precedes its sublayers."""
+    return list(layer._flatten_layers())
 
 
 def operations_in(
@@ -279,6 +279,9 @@ unscale_for_replicas: Callable[[Tensor], Tensor] = unscale_loss_for_distribution
 # Return the innermost `keras.StatelessScope` of the running code, or None.
 stateless_scope: Callable[[], keras.StatelessScope] = get_stateless_scope
 
+# Return whether Keras is inferring shapes.
+is_symbolic: Callable[[], bool] = in_symbolic_scope
+
 
 def raw(variable: keras.Variable | Tensor) -> Tensor:
     """Return the backend's variable inside a Keras variable, or the variable itself."""
@@ -326,11 +329,6 @@ def value_in(scope: keras.StatelessScope | None, variable: keras.Variable) -> Te
 def copy_of(variable: keras.Variable) -> Tensor:
     """Return a copy of the value of a variable in the current scope, without autocast."""
     return keras.ops.copy(value_in(stateless_scope(), variable))
-
-
-def is_symbolic() -> bool:
-    """Return whether Keras is inferring shapes."""
-    return bool(in_symbolic_scope())
 
 
 # Tensors. Keras stores the mask of an output, or None, in an attribute, where its losses read it.

@@ -49,7 +49,7 @@ def _structural_reasons(model: keras.Model, report: EquivalenceReport) -> list[s
     differing = {variable.path for variable in report.variables if not variable.is_equal}
     writing = [
         layer.name
-        for layer in layers_in(model, include_self=False)
+        for layer in layers_in(model)[1:]
         if any(variable.path in differing for variable in layer.non_trainable_weights)
         and not isinstance(layer, keras.layers.BatchNormalization)
     ]
