@@ -315,11 +315,6 @@ class AccumulatingModel(ModelSettings, _Base):
 
     # For the package.
 
-    @property
-    def _on_update(self) -> Callable[[], None] | None:
-        """The `on_update` that the user defined, or None."""
-        return None if type(self).on_update is AccumulatingModel.on_update else self.on_update
-
     def _overrides_microbatch_weight(self) -> bool:
         """Return whether the user has overridden `microbatch_weight`."""
         return type(self).microbatch_weight is not AccumulatingModel.microbatch_weight

@@ -186,12 +186,10 @@ class Backend(ABC):
         """Return whether the core runs the current `train_step`."""
         return self._is_running_step.get() or recording_of_thread.get() is not None
 
-    def run_plain(
-        self, train_step: Callable[..., Logs], after_update: Callable[[], None], *arguments: Nest
-    ) -> Logs:
-        """Run the model's `train_step` on the arguments of Keras, and then `after_update`."""
+    def run_plain(self, train_step: Callable[..., Logs], *arguments: Nest) -> Logs:
+        """Run the model's `train_step` on the arguments of Keras, and then its `on_update`."""
         logs = train_step(*arguments)
-        self.once(after_update)
+        self.once(self._model.on_update)
         return logs
 
     def is_driven_by_python(self) -> bool:

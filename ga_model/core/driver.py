@@ -356,7 +356,7 @@ class Driver(ModelState):
             return train_step(*args)
         if self.is_plain():
             with self.backend.running_step():
-                return self.backend.run_plain(train_step, self.updates.after_update, *args)
+                return self.backend.run_plain(train_step, *args)
         if self.backend.is_driven_by_python():
             return self.train(iter(args), 1)
         raise RuntimeError(messages.own_loop_message(self._model.name))

@@ -169,7 +169,7 @@ class Updates:
                 self._backend.apply(applied, [next(gradients) for _ in applied.variables])
         for call, moments in zip(structure.calls, others.moments):
             call.move(moments)
-        self._backend.once(self.after_update)
+        self._backend.once(self._model.on_update)
         has_zero_division = others.has_zero_division
         if others.total is not None:
             has_zero_division = has_zero_division & (others.total != 0)
@@ -235,13 +235,8 @@ class Updates:
     def _whole(self, size: int, data: Nest) -> Logs:
         with splitting_calls(self._model, self._backend, data, size), self._checking():
             logs, _ = self._backend.run_step(data)
-        self._backend.once(self.after_update)
+        self._backend.once(self._model.on_update)
         return logs
-
-    def after_update(self) -> None:
-        """Call the model's `on_update`, once per update."""
-        if self._model._on_update is not None:
-            self._model._on_update()
 
 
 def _in_float16(gradient: Gradient) -> Gradient:

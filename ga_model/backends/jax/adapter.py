@@ -249,14 +249,13 @@ class JaxBackend(Backend):
     def run_plain(
         self,
         train_step: Callable[..., tuple[Logs, _State]],
-        after_update: Callable[[], None],
         state: _State,
         data: Nest,
     ) -> tuple[Logs, _State]:
         logs, state = train_step(state, data)
         values = dict(zip(GROUPS, state))
         with self.scope_with(values) as scope:
-            after_update()
+            self._model.on_update()
         refusals.check_known(self._model, scope, map(self.variables, values))
         return logs, tuple(self.values_in(scope, values).values())
 
