@@ -8,6 +8,7 @@ not installed.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import warnings
@@ -101,24 +102,13 @@ def cases():
     ids = random.integers(12, size=(256, 6)).astype("int32")
     mean = keras.losses.MeanSquaredError
 
-    def adam(rate=0.01, **settings):
-        return keras.optimizers.Adam(rate, **settings)
-
-    def averaged(**settings):
-        return adam(use_ema=True, ema_momentum=0.9, **settings)
-
-    def scheduled(**settings):
-        return adam(keras.optimizers.schedules.CosineDecay(0.01, 8), **settings)
-
-    def sgd(**settings):
-        return keras.optimizers.SGD(0.0005, **settings)
-
-    def total():
-        return mean(reduction="sum")
-
-    def bounded():
-        return dense(keras.constraints.MaxNorm(0.3))
-
+    adam = functools.partial(keras.optimizers.Adam, 0.01)
+    averaged = functools.partial(adam, use_ema=True, ema_momentum=0.9)
+    decay = keras.optimizers.schedules.CosineDecay(0.01, 8)
+    scheduled = functools.partial(keras.optimizers.Adam, decay)
+    sgd = functools.partial(keras.optimizers.SGD, 0.0005)
+    total = functools.partial(mean, reduction="sum")
+    bounded = functools.partial(dense, keras.constraints.MaxNorm(0.3))
     return {
         "even windows": (dense, adam, mean, x, y),
         "partial window": (dense, adam, mean, x[:212], y[:212]),
@@ -127,8 +117,8 @@ def cases():
         "moving average (EMA)": (dense, averaged, mean, x, y),
         "learning-rate schedule": (dense, scheduled, mean, x, y),
         "constraint": (bounded, adam, mean, x, y),
-        "Embedding, large table": (lambda: embedding(1000), adam, mean, ids, y),
-        "Embedding, small table": (lambda: embedding(12), adam, mean, ids, y),
+        "Embedding, large table": (functools.partial(embedding, 1000), adam, mean, ids, y),
+        "Embedding, small table": (functools.partial(embedding, 12), adam, mean, ids, y),
     }
 
 
