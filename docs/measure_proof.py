@@ -9,11 +9,19 @@ values for sequences of 64 positions, which computes for as long as a model that
 """
 
 import os
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+import multiprocessing
 import statistics
-import subprocess
-import sys
 import time
 import warnings
+
+import keras
+import numpy as np
+from keras import Input, Model, layers
+
+from ga_model import accumulate
 
 MODELS = ["convolutional", "small transformer", "transformer"]
 WAYS = ["plain Keras", "not tried", "tried"]
@@ -21,8 +29,6 @@ REPEATS = 3
 
 
 def make(name):
-    from keras import Input, Model, layers
-
     if name == "convolutional":
         inputs = x = Input((32, 32, 3))
         for filters in (16, 32, 64):
@@ -41,10 +47,6 @@ def make(name):
 
 def first_epoch(name, way):
     """Return the seconds of a first epoch."""
-    import keras
-    import numpy as np
-
-    from ga_model import accumulate
 
     class Own(keras.Model):
         def __init__(self):
@@ -72,21 +74,16 @@ def first_epoch(name, way):
 
 
 def main():
-    if len(sys.argv) > 1:
-        print(first_epoch(*sys.argv[1:]))
-        return
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     for name in MODELS:
         seconds = {way: [] for way in WAYS}
         for _ in range(REPEATS):
             for way in WAYS:
-                command = [sys.executable, __file__, name, way]
-                output = subprocess.check_output(command, env=environment, text=True)
-                seconds[way].append(float(output.split()[-1]))
+                with multiprocessing.get_context("spawn").Pool(1) as pool:
+                    seconds[way].append(pool.apply(first_epoch, (name, way)))
         medians = {way: statistics.median(found) for way, found in seconds.items()}
         shown = (f"{way} {found:.2f} s" for way, found in medians.items())
         ratio = medians["tried"] / medians["plain Keras"]
-        print(f"{name}: {', '.join(shown)}; tried over plain {ratio:.2f}")
+        print(f"{name}: {', '.join(shown)}; tried over plain {ratio:.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,20 @@ there before. Freed memory goes back to the system at once, so that what is meas
 use. For the time all ways train in one process, epoch by epoch in turns; the fastest counts.
 """
 
-import json
 import os
-import subprocess
-import sys
+
+os.environ["KERAS_BACKEND"] = "torch"
+
+import multiprocessing
 import time
+
+import keras
+import numpy as np
+import torch
+from keras import layers
+
+from ga_model import accumulate
+from ga_model.tools._memory import give_back_freed_memory, peak_memory, reset_peak_memory
 
 ROWS, SMALL = 256, 32
 STEPS = ROWS // SMALL
@@ -29,61 +38,38 @@ MODELS = ["deep", "wide", "convolution"]
 
 
 def make(name):
-    """Return a model, of many weights or of many activations, and the shape of a sample."""
-    from keras import Input, Sequential, layers
-
+    """Return a model, of many weights or of many activations."""
     if name in ("deep", "wide"):  # 21 million weights, of which the largest variable has 5 or 80 %
         units, number = (1024, 20) if name == "deep" else (4096, 2)
         hidden = [layers.Dense(units, activation="relu") for _ in range(number)]
-        return Sequential([Input((1024,)), *hidden, layers.Dense(10)]), (1024,)
+        return keras.Sequential([keras.Input((1024,)), *hidden, layers.Dense(10)])
     convolutions = [layers.Conv2D(32, 3, activation="relu", padding="same") for _ in range(4)]
     pooled = [layers.GlobalAveragePooling2D(), layers.Dense(10)]
-    return Sequential([Input((32, 32, 3)), *convolutions, *pooled]), (32, 32, 3)
-
-
-class PeakMemory:
-    """The peak of this process's memory since it was made, in bytes."""
-
-    def __init__(self):
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # the peak is what is there now
-        self.before = self.read("VmRSS")
-
-    def read(self, name):
-        with open("/proc/self/status") as file:
-            line = next(line for line in file if line.startswith(name))
-        return int(line.split()[1]) * 1024
-
-    def value(self):
-        return self.read("VmHWM") - self.before
+    return keras.Sequential([keras.Input((32, 32, 3)), *convolutions, *pooled])
 
 
 def prepare(name, batch_size, own=None, **settings):
-    """Return a function that trains one epoch, and its samples."""
-    import keras
-    import numpy as np
-    import torch
-
-    from ga_model import accumulate
-
+    """Return a function that trains one epoch."""
     torch.set_num_threads(1)
     keras.utils.set_random_seed(0)
-    model, shape = make(name)
+    model = make(name)
     if settings:
         model = accumulate(model, **settings)
     model.compile(keras.optimizers.SGD(0.01, gradient_accumulation_steps=own), "mse")
-    x = np.random.default_rng(0).normal(size=(ROWS, *shape)).astype("float32")
+    x = np.random.default_rng(0).normal(size=(ROWS, *model.input_shape[1:])).astype("float32")
     y = np.zeros((ROWS, 10), "float32")
     return lambda: model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
 
 
 def measure_memory(name, way):
     """Return the peak in MB."""
+    give_back_freed_memory()
     train = prepare(name, **WAYS[way])
-    peak = PeakMemory()
+    reset_peak_memory()
+    before = peak_memory()
     for _ in range(3):
         train()
-    return peak.value() / 1e6
+    return (peak_memory() - before) / 1e6
 
 
 def measure_times(name, rounds=9):
@@ -98,26 +84,20 @@ def measure_times(name, rounds=9):
     return {way: min(found[1:]) for way, found in times.items()}
 
 
-def in_process(*arguments):
-    command = [sys.executable, __file__, *arguments]
-    options = {"KERAS_BACKEND": "torch", "MALLOC_MMAP_THRESHOLD_": "1000000"}
-    environment = {**os.environ, **options}
-    output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
-    return json.loads(output.stdout.splitlines()[-1])
+def in_process(function, *arguments):
+    """Return what a function returns in a fresh process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
 
 
 def main():
     for name in MODELS:
         print(f"\n{name}\n\n| | peak memory | time per sample |\n|---|---|---|")
-        times = in_process(name)
+        times = in_process(measure_times, name)
         for way in WAYS:
-            print(f"| {way} | {in_process(name, way):.0f} MB | {times[way]:.0f} us |", flush=True)
+            memory = in_process(measure_memory, name, way)
+            print(f"| {way} | {memory:.0f} MB | {times[way]:.0f} us |", flush=True)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        main()
-    elif len(sys.argv) == 2:
-        print(json.dumps(measure_times(sys.argv[1])))
-    else:
-        print(json.dumps(measure_memory(*sys.argv[1:])))
+    main()

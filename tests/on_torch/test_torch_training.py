@@ -1,7 +1,7 @@
 """On PyTorch, what is around an update, a trial and a call: gradients, Python, random numbers."""
 
 import gc
-import importlib.util
+import importlib
 import itertools
 import random
 import types
@@ -372,16 +372,20 @@ def test_updates_of_torch_optim_are_counted():
 # Memory, by the script of the documents.
 
 
-def measured(name, way):
-    spec = importlib.util.spec_from_file_location("measure_torch", ROOT / "docs/measure_torch.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    (found,) = [whole for whole in module.WAYS if whole.startswith(way)]
-    return module.in_process(name, found)
+@pytest.fixture
+def measured(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    script = importlib.import_module("measure_torch")
+
+    def measure(name, way):
+        (found,) = [whole for whole in script.WAYS if whole.startswith(way)]
+        return script.in_process(script.measure_memory, name, found)
+
+    return measure
 
 
 @pytest.mark.sweep
-def test_peak_memory_is_near_that_of_plain_small_batches():
+def test_peak_memory_is_near_that_of_plain_small_batches(measured):
     plain = measured("deep", "plain Keras, batches of 32")
     weights = 20 * 1024 * 1024 * 4 / 1e6
     assert measured("deep", "accumulation_steps") < plain + 0.15 * weights
@@ -390,7 +394,7 @@ def test_peak_memory_is_near_that_of_plain_small_batches():
 
 
 @pytest.mark.sweep
-def test_activations_are_those_of_a_microbatch():
+def test_activations_are_those_of_a_microbatch(measured):
     plain, full = (measured("convolution", f"plain Keras, batches of {n}") for n in (32, 256))
     assert full > 3 * plain
     assert measured("convolution", "microbatch_size") < 1.2 * plain
