@@ -323,10 +323,8 @@ def _add_rounding_errors(model: keras.Model) -> None:
 
 def _compute_dtypes(model: keras.Model) -> dict[int, str]:
     """Return the compute dtype of each weight's layer, by id of the weight."""
-    computed_in = {}
-    for layer in layers_in(model):  # sublayers follow, and overwrite the dtype of their weights
-        computed_in.update({id(v): layer.compute_dtype for v in layer.weights})
-    return computed_in
+    # Sublayers follow, and overwrite the dtype of their weights.
+    return {id(v): layer.compute_dtype for layer in layers_in(model) for v in layer.weights}
 
 
 def _coarser(dtype: str, other: str) -> str:
