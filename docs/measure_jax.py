@@ -48,30 +48,26 @@ def tiny():
     return keras.Sequential([keras.Input((16,)), layers.Dense(16, "relu"), layers.Dense(10)])
 
 
-def trainings(make):
-    """Return a function for each way that trains one epoch and returns the seconds it took."""
-    shape = make().input_shape[1:]
+def prepare(make, settings, number, own):
+    """Return a function that trains one epoch and returns the seconds it took."""
+    keras.utils.set_random_seed(0)
+    model = accumulate(make(), **settings) if settings else make()
+    model.compile(keras.optimizers.Adam(gradient_accumulation_steps=own), "mse")
     generator = np.random.default_rng(0)
-    x = generator.random((ROWS * BATCHES, *shape), "float32")
+    x = generator.random((ROWS * BATCHES, *model.input_shape[1:]), "float32")
     y = generator.random((ROWS * BATCHES, 10), "float32")
-    found = {}
-    for way, (settings, number, own) in WAYS.items():
-        keras.utils.set_random_seed(0)
-        model = accumulate(make(), **settings) if settings else make()
-        model.compile(keras.optimizers.Adam(gradient_accumulation_steps=own), "mse")
 
-        def train(model=model, number=number):
-            started = time.perf_counter()
-            model.fit(x, y, batch_size=ROWS * number, shuffle=False, verbose=0)
-            return time.perf_counter() - started
+    def train():
+        started = time.perf_counter()
+        model.fit(x, y, batch_size=ROWS * number, shuffle=False, verbose=0)
+        return time.perf_counter() - started
 
-        found[way] = train
-    return found
+    return train
 
 
 def ratios(make):
     """Return the ratio to plain Keras of each way."""
-    ways = trainings(make)
+    ways = {way: prepare(make, *arguments) for way, arguments in WAYS.items()}
     for train in ways.values():  # which traces and compiles
         train()
     rounds = [{way: train() for way, train in ways.items()} for _ in range(ROUNDS)]
