@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import itertools
 import pickle
+import types
 import warnings
 from unittest import mock
 
@@ -770,6 +771,59 @@ def test_what_shows_nothing_new_is_tried_once(loss, setting, monkeypatch):
     model.compile("sgd", loss, metrics=["mae"])
     model.fit(*dense_data(48), batch_size=8, epochs=2, verbose=0)
     assert (trial.of_step.call_count, trial.of_microbatches.call_count) == (1, 0)
+
+
+def centered(layer, inputs, training=None):
+    outputs = ops.matmul(inputs, layer.kernel) + layer.bias
+    return outputs - ops.mean(outputs, axis=0)
+
+
+def with_method_of_layer(monkeypatch):
+    layer = layers.Dense(5)
+    layer.call = types.MethodType(centered, layer)
+    return sequential((4,), layer, layers.Dense(2))
+
+
+def with_call_of_model(monkeypatch):
+    model = sequential((4,), layers.Dense(5), layers.Dense(2))
+    first, last = model.layers
+    model.call = lambda inputs, training=None, mask=None: last(centered(first, inputs))
+    return model
+
+
+def with_method_of_class(monkeypatch):
+    monkeypatch.setattr(layers.Dense, "call", centered)
+    return sequential((4,), layers.Dense(5), layers.Dense(2))
+
+
+@pytest.mark.parametrize("make", [with_method_of_layer, with_call_of_model, with_method_of_class])
+def test_code_that_is_put_into_layers_of_keras_is_tried(make, monkeypatch):
+    model = compiled(lambda: make(monkeypatch), **WINDOWS)
+    with pytest.warns(UserWarning, match=TRIED):
+        model.fit(*dense_data(12), batch_size=4, verbose=0)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="the tensors of PyTorch's layers: `on_torch`")
+def test_a_layer_that_writes_to_a_variable_of_tensorflow_runs_on_the_full_batch():
+    class Opening(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.calls = tf.Variable(0.0, trainable=False)
+
+        def call(self, inputs, training=None):
+            if training:
+                self.calls.assign_add(1.0)
+            return inputs * (1 + 0.1 * self.calls)
+
+    def make():
+        return sequential((4,), layers.Dense(5), Opening(), layers.Dense(2))
+
+    reference, start = trained(dense_data(24), 12, make)
+    with pytest.warns(UserWarning, match="it writes to .* in each call"):
+        model, _ = trained(dense_data(24), 12, make, **SPLIT)
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= LIMIT
+    assert model.layers[1].calls == reference.layers[1].calls
 
 
 @pytest.mark.skipif(BACKEND == "torch", reason="traces nothing")

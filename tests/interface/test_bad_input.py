@@ -80,6 +80,14 @@ class TakesNoCallbacks(keras.Sequential):
         return super().fit(x, y, batch_size=batch_size, shuffle=shuffle, verbose=verbose)
 
 
+class OwnTrainFunction(keras.Sequential):
+    def make_train_function(self, force=False):
+        super().make_train_function(force)
+        train = self.train_function
+        self.train_function = lambda iterator: train(iterator)
+        return self.train_function
+
+
 def net(optimizer="adam", *, kind=Net, loss="mse", **settings):
     model = accumulate(seeded(lambda: kind([keras.Input((4,)), *dense_model().layers])))
     made = optimizer() if callable(optimizer) else optimizer
@@ -479,6 +487,10 @@ CASES = [
             "must be a method of the model's class. Received: .* assigned to the instance",
             lambda model: delattr(model, "train_step"),
         ),
+    ),
+    *cases(
+        on(functools.partial(accumulating, kind=OwnTrainFunction), plain),
+        ("its own train function", fits(), TypeError, "overrides `make_train_function`", PLAIN),
     ),
     *cases(
         on(functools.partial(accumulating, kind=TakesNoCallbacks), plain),
