@@ -15,7 +15,8 @@ WAYS = {"plain Keras": "0 0", "remat": "1 0", "microbatch_size=16": "0 16", "bot
 def peak():
     """Return the largest memory that this process has had, in MB."""
     with open("/proc/self/status") as file:
-        return int(next(line for line in file if line.startswith("VmHWM")).split()[1]) / 1e3
+        kib = next(line for line in file if line.startswith("VmHWM")).split()[1]
+        return int(kib) * 1024 / 1e6
 
 
 def measure(rematerialize, microbatch_size):
