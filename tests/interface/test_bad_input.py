@@ -405,6 +405,7 @@ WEIGHT = "`weight` must be a scalar number or tensor, or None .* Received: weigh
 PER_VARIABLE = "one gradient for each variable. Received: "
 NO_VARIABLES = "must be variables of TensorFlow or Keras. Received: 2 values of type "
 OF_SHAPE = "must have the shape of its variable. Received: shape "
+OWN_TRAIN_FUNCTION = "whose class overrides `make_train_function`, which would not be called"
 OTHER_VARIABLES = r"to the same variables, in the same order. Received: different variables\."
 SAME_OPTIMIZERS = "must apply the same optimizers, .* Received: `train_step` of 'net'"
 NO_OPTIMIZER = "takes a Keras optimizer. Received: optimizer="
@@ -490,7 +491,7 @@ CASES = [
     ),
     *cases(
         on(functools.partial(accumulating, kind=OwnTrainFunction), plain),
-        ("its own train function", fits(), TypeError, "overrides `make_train_function`", PLAIN),
+        ("its own train function", fits(), TypeError, OWN_TRAIN_FUNCTION, PLAIN),
     ),
     *cases(
         on(functools.partial(accumulating, kind=TakesNoCallbacks), plain),
