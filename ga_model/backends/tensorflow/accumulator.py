@@ -119,8 +119,8 @@ class GradientAccumulator(Accumulator):
         One per variable: a tensor, `tf.IndexedSlices` or None, like the first that was added.
 
         This is sum(w_i * g_i) / sum(w_i), or sum(g_i) if the weights are None. It is not finite if
-        the weights sum to zero. With several replicas, it is the share of this replica; optimizers
-        add up the shares.
+        the weights sum to zero. With several replicas, all must call this; it is the share of this
+        replica, and optimizers add up the shares.
 
         Raises:
             ValueError: with several replicas, called outside `strategy.run`.
