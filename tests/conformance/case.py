@@ -322,7 +322,8 @@ def roundings(case, dtype):
 def scaled(compile_args, dtype):
     """Return arguments of `compile` with the optimizer that Keras makes for a precision."""
     given = compile_args()
-    if dtype == "mixed_float16":
+    is_scaled = isinstance(given["optimizer"], keras.optimizers.LossScaleOptimizer)
+    if dtype == "mixed_float16" and not is_scaled:
         given["optimizer"] = keras.optimizers.LossScaleOptimizer(given["optimizer"])
     return given
 
