@@ -110,6 +110,6 @@ def _sum_on_first_replica(tensors: list[Gradient], shows_overflow: bool) -> list
 def _unbuilt_weights_message(optimizer: str) -> str:
     return (
         "This optimizer starts from the values of the weights, so they must exist before training. "
-        f"Received: {optimizer!r}, and weights that the first `train_step` creates. Create the "
-        "model again, and call it (or each of its parts) on a batch before `fit`."
+        f"Received: {optimizer!r}, and weights that the traced function creates. Create the model "
+        "again, and call it (or each of its parts) on a batch before."
     )
