@@ -46,10 +46,14 @@ def parts_of(metric: keras.Metric) -> list[keras.Metric]:
     return unique([metric, *(part for inner in inner_metrics for part in parts_of(inner))])
 
 
+def module_of(value: Any) -> str:
+    """Return the name of the module that defines a value, or its class."""
+    return getattr(value, "__module__", None) or type(value).__module__
+
+
 def is_of_user(value: Any) -> bool:
     """Return whether a value is a callable that is not from Keras."""
-    module = getattr(value, "__module__", None) or type(value).__module__
-    return callable(value) and not module.startswith("keras.")
+    return callable(value) and not module_of(value).startswith("keras.")
 
 
 def counts_samples(metric: keras.Metric) -> bool:

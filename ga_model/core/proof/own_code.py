@@ -8,7 +8,7 @@ from ga_model.base._internals import layer_state, layers_in, loss_tracker, opera
 from ga_model.core.backend import Backend
 from ga_model.core.proof.calls import combines_samples
 from ga_model.core.statistics import is_known
-from ga_model.core.user_code import counts_samples
+from ga_model.core.user_code import counts_samples, is_of_user, module_of
 
 _OF_WEIGHTS = ("initializer", "regularizer", "constraint")  # ends of attribute names
 _BACKENDS = ("tensorflow", "torch", "jax")
@@ -50,7 +50,7 @@ def _is_run_by_user(layers: list[keras.Layer], backend: Backend) -> bool:
 def _is_of_user(layer: keras.Layer) -> bool:
     module = type(layer).__module__
     holds_code = isinstance(layer, (keras.layers.Lambda, keras.layers.TorchModuleWrapper))
-    is_of_keras = all(map(_is_of_keras, (type(layer), type(layer).call))) and not holds_code
+    is_of_keras = not (is_of_user(type(layer)) or is_of_user(type(layer).call) or holds_code)
     axes = getattr(layer, "axis", getattr(layer, "axes", None))
     axes = axes if isinstance(axes, (list, tuple)) else [axes]
     is_along_samples = any(axis is not None and (axis == 0 or axis < -1) for axis in axes)
@@ -72,17 +72,11 @@ def _has_function_of_user(layer: keras.Layer) -> bool:
             continue
         # A method is of its object's class, and of the module that defines its function.
         parts = getattr(value, "__self__", value), getattr(value, "__func__", value)
-        if isinstance(value, (type, keras.layers.Layer)) or all(map(_is_of_keras, parts)):
+        modules = list(map(module_of, parts))
+        is_class_or_layer = isinstance(value, (type, keras.layers.Layer))
+        if is_class_or_layer or all(module.startswith("keras.") for module in modules):
             continue
-        is_of_backend = _module_of(parts[0]).split(".")[0] in _BACKENDS
+        is_of_backend = modules[0].split(".")[0] in _BACKENDS
         if not is_of_backend or combines_samples(value, (keras.KerasTensor((None, 4)),), {}):
             return True
     return False
-
-
-def _module_of(value: object) -> str:
-    return str(getattr(value, "__module__", None) or type(value).__module__)
-
-
-def _is_of_keras(value: object) -> bool:
-    return _module_of(value).startswith("keras.")
