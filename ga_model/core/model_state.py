@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,13 +100,19 @@ class ModelState:
 
         That is a `train_step` assigned to the instance, or a `make_train_function` of its class.
         """
-        model, name = self._model, "make_train_function"
+        model = self._model
         if self.is_plain():
             return
         if "train_step" in vars(model):
             raise TypeError(_instance_step_message(model.name))
-        if name not in vars(model) and not is_of_keras(model, name):
+        if self._drops_train_function:
             raise TypeError(_own_train_function_message(model.name))
+
+    @functools.cached_property
+    def _drops_train_function(self) -> bool:
+        """Whether the class overrides `make_train_function`, whose result would not be called."""
+        name = "make_train_function"
+        return name not in vars(self._model) and not is_of_keras(self._model, name)
 
     # The window.
 
