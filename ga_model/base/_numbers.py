@@ -28,13 +28,9 @@ def sum_dtype(dtype: Any) -> str:
 
 def widened(values: Tensor) -> Tensor:
     """Cast values to the dtype in which they are summed."""
-    return keras.ops.cast(values, sum_dtype(values.dtype))
-
-
-def int32(number: int) -> Scalar:
-    """Return a number as an int32 scalar."""
-    is_on_torch = keras.backend.backend() == "torch"
-    return number if is_on_torch else keras.ops.convert_to_tensor(number, "int32")
+    dtype = keras.backend.standardize_dtype(values.dtype)
+    wide = sum_dtype(dtype)
+    return values if dtype == wide else keras.ops.cast(values, wide)
 
 
 def is_not(flag: Scalar) -> Scalar:
@@ -141,6 +137,10 @@ if keras.backend.backend() == "tensorflow":
             second = tf.convert_to_tensor(second, first.dtype)
         return tf.where(condition, first, second)
 
+    def int32(number: int) -> Scalar:
+        """Return a number as an int32 scalar."""
+        return tf.constant(number, tf.int32)
+
     def added(total: Tensor, tensor: Tensor, shrink: Scalar, counts: Scalar = None) -> Tensor:
         """Return `total * shrink + tensor`, or `total` if `counts` is False, as for a NaN.
 
@@ -191,6 +191,9 @@ elif keras.backend.backend() == "jax":
         condition, first, second = (jnp.asarray(v)[None] for v in (condition, first, second))
         return jnp.where(condition, first, second)[0]
 
+    def int32(number: int) -> Scalar:
+        return jnp.asarray(number, "int32")
+
     def added(total: Tensor, tensor: Tensor, shrink: Scalar, counts: Scalar = None) -> Tensor:
         result = total * like(total, shrink) + tensor
         return result if counts is None else where(counts, result, total)
@@ -224,6 +227,9 @@ else:
         if not (torch.is_tensor(first) or torch.is_tensor(second)):
             first = torch.tensor(first, dtype=torch.float64, device=condition.device)
         return torch.where(condition, first, second)
+
+    def int32(number: int) -> Scalar:
+        return number
 
     def added(total: Tensor, tensor: Tensor, shrink: Scalar, counts: Scalar = True) -> Tensor:
         if torch.is_tensor(shrink) or shrink != 1.0:
