@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -62,7 +61,8 @@ class Compiled:
         if shared is None:
             return self._run_on(tensors)
         each = shared.per_replica(tensors)
-        return shared.together(self._traced_for(each)(*map(_plain, each)))
+        plain = [tuple(map(_plain, arguments)) for arguments in each]
+        return shared.together(self._traced_for(each)(*plain))
 
     def _run_on_held(self, sums: list[Gradient], *others: Nest) -> tuple[Sums, Logs]:
         held = self._backend.held.hold(sums)
@@ -78,7 +78,7 @@ class Compiled:
         leaves = [leaf for leaf in tf.nest.flatten(arguments) if leaf is not None]
         if all(isinstance(leaf, tf.Tensor) for leaf in leaves):
             return call_flat(traced, leaves)
-        return traced(*_plain(arguments))
+        return traced(*map(_plain, arguments))
 
     def shapes(self, arguments: tuple[Nest, ...]) -> Nest:
         """Return the shapes of the function's results on one replica, without running it."""
@@ -113,7 +113,7 @@ class Compiled:
         """Return the trace for the arguments of each replica, or of the only one."""
         key = tuple(key_of_nest(arguments) for arguments in each)
         if key not in self._traced:
-            of_each = list(map(_specs_of, each))
+            of_each = [tuple(map(_specs_of, arguments)) for arguments in each]
             specs = of_each[0] if self._backend.replicas is None else of_each
             self._traced[key] = self._run.get_concrete_function(*specs)
             self._backend.note_variables(self._traced[key].graph)
@@ -182,19 +182,15 @@ class AnySamples(NamedTuple):
     data: Nest
 
 
-def _plain(arguments: tuple[Nest, ...]) -> tuple[Nest, ...]:
-    """Return arguments in the structure in which other functions pass them on."""
-    return tuple(a.data if isinstance(a, AnySamples) else a for a in arguments)
+def _plain(argument: Nest) -> Nest:
+    """Return an argument in the structure in which other functions pass it on."""
+    return argument.data if isinstance(argument, AnySamples) else argument
 
 
-def _specs_of(arguments: tuple[Nest, ...]) -> tuple[Nest, ...]:
-    """Return type specs for the tensors of arguments."""
-    is_any = [isinstance(argument, AnySamples) for argument in arguments]
-    pairs = zip(_plain(arguments), is_any)
-    return tuple(
-        tf.nest.map_structure(functools.partial(_spec, is_any=yes), argument)
-        for argument, yes in pairs
-    )
+def _specs_of(argument: Nest) -> Nest:
+    """Return type specs for the tensors of an argument."""
+    is_any = isinstance(argument, AnySamples)
+    return tf.nest.map_structure(lambda leaf: _spec(leaf, is_any), _plain(argument))
 
 
 def _spec(leaf: Tensor | None, is_any: bool) -> tf.TypeSpec | None:
