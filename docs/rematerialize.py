@@ -12,19 +12,13 @@ import sys
 WAYS = {"plain Keras": "0 0", "remat": "1 0", "microbatch_size=16": "0 16", "both": "1 16"}
 
 
-def peak():
-    """Return the largest memory that this process has had, in MB."""
-    with open("/proc/self/status") as file:
-        kib = next(line for line in file if line.startswith("VmHWM")).split()[1]
-        return int(kib) * 1024 / 1e6
-
-
 def measure(rematerialize, microbatch_size):
     import keras
     import numpy as np
     import tensorflow as tf
 
     from ga_model import accumulate
+    from ga_model.tools._memory import peak_memory
 
     class Block(keras.layers.Layer):
         def __init__(self):
@@ -47,10 +41,10 @@ def measure(rematerialize, microbatch_size):
     model.compile("adam", "mse")
     generator = np.random.default_rng(0)
     x, y = (generator.random(shape, "float32") for shape in ((128, 64, 64, 3), (128, 1)))
-    before = peak()
+    before = peak_memory()
     for _ in range(2):
         model.train_on_batch(x, y)
-    return peak() - before
+    return (peak_memory() - before) / 1e6
 
 
 if __name__ == "__main__":
