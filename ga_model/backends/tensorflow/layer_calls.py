@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -320,11 +319,13 @@ def run_isolated(
     call: IsolatedCall, with_gradients: bool = False
 ) -> Callable[..., list[np.ndarray]]:
     """Return a function that runs a call during a trace: see `Backend.run_isolated`."""
+    held = leaves_in(value for part in layers_in(call.layer) for value in vars(part).values())
+    not_of_keras = [leaf for leaf in held if isinstance(leaf, tf.Variable)]
 
     def run(
         fixed: list[np.ndarray], arrays: list[np.ndarray], begin: int, end: int
     ) -> list[np.ndarray]:
-        with tf.init_scope(), _keeping_variables(call.layer):
+        with tf.init_scope(), _keeping(not_of_keras):
             noting = Noting(Draws(end - begin, TOTAL, begin, begin))
             arguments = list(map(tf.constant, fixed)), [tf.constant(a[begin:end]) for a in arrays]
             if not with_gradients:
@@ -340,19 +341,18 @@ def run_isolated(
 
 
 @contextlib.contextmanager
-def _keeping_variables(layer: keras.Layer) -> Iterator[None]:
-    """Restore the variables of TensorFlow, not of Keras, that a layer holds after the block.
+def _keeping(variables: Sequence[tf.Variable]) -> Iterator[None]:
+    """Restore variables after the block.
 
     Raises:
         NotByRowsError: at its end, if the block wrote to them.
     """
-    held = leaves_in(value for part in layers_in(layer) for value in vars(part).values())
-    variables = Variables(leaf for leaf in held if isinstance(leaf, tf.Variable))
+    before = Variables(variables)
     try:
         yield
     finally:
-        written = variables.written()
-        variables.restore()
+        written = before.written()
+        before.restore()
     if written:
         raise NotByRowsError(f"it writes to {written} in each call")
 

@@ -44,8 +44,11 @@ class Variables:
 
     def written(self) -> list[str]:
         """Return the names of the variables whose values have changed."""
-        pairs = self._values.values()
-        return [v.name for v, value in pairs if not np.array_equal(value_of(v), value)]
+        return [
+            variable.name
+            for variable, value in self._values.values()
+            if not np.array_equal(value_of(variable), value, equal_nan=value.dtype.is_floating)
+        ]
 
     def restore(self) -> None:
         """Restore all values."""
