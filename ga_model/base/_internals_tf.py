@@ -7,16 +7,19 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeAlias
 
+import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import reduce_per_replica
 from tensorflow.python import pywrap_tfe
+from tensorflow.python.data.ops.iterator_ops import OwnedIterator
+from tensorflow.python.data.util import nest
 from tensorflow.python.eager import core, execute, forwardprop_util, record
 from tensorflow.python.framework import op_callbacks, ops
 from tensorflow.python.framework.auto_control_deps_utils import (
     RESOURCE_READ_OPS,
     get_read_write_resource_inputs,
 )
-from tensorflow.python.ops import gradients_util
+from tensorflow.python.ops import gen_dataset_ops, gradients_util
 
 from ga_model.base._types import Gradient, Nest
 
@@ -206,6 +209,30 @@ def recording_writes(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Varia
             inner = map(id, get_read_write_resource_inputs(op)[1])
             touched += [outer.get(handle, handle) for handle in inner]
     written += [by_handle[h] for h in dict.fromkeys(touched) if h in by_handle]
+
+
+# Data.
+
+
+def elements_of(iterator: Iterator[Nest]) -> Iterator[Nest]:
+    """Yield what is left of an iterator. Dense elements take a third of the time of `next`."""
+    spec = getattr(iterator, "element_spec", None)
+    specs = nest.flatten(spec)
+    is_dense = all(isinstance(leaf, tf.TensorSpec) for leaf in specs)
+    if not (is_dense and isinstance(iterator, OwnedIterator)):
+        yield from iterator
+        return
+    # Of some dictionaries, Keras has another order.
+    has_same_order = [*map(id, keras.tree.flatten(spec))] == [*map(id, specs)]
+    pack = keras.tree if has_same_order else nest
+    resource = iterator._iterator_resource
+    attributes = iterator._flat_output_types, iterator._flat_output_shapes
+    while True:
+        try:
+            tensors = gen_dataset_ops.iterator_get_next(resource, *attributes)
+        except tf.errors.OutOfRangeError:
+            return
+        yield pack.pack_sequence_as(spec, tensors)
 
 
 # Replicas.

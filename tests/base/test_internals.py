@@ -1,9 +1,11 @@
 """Names that Keras and its backends keep private are used in four modules, and nowhere else."""
 
 import ast
+from collections import OrderedDict
 from pathlib import Path
 
 import keras
+import numpy as np
 import pytest
 
 import ga_model
@@ -115,3 +117,22 @@ def test_the_global_seed_is_the_one_that_draws():
     keras.random.normal((2,))
     assert _internals.global_seed() is made
     assert (keras.ops.convert_to_numpy(made.state) != state).any()
+
+
+@pytest.mark.every_case
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="iterators of TensorFlow")
+@pytest.mark.parametrize("kind", [tuple, dict, OrderedDict, "ragged"])
+def test_elements_of_a_dataset_are_those_of_its_iterator(kind):
+    import tensorflow as tf
+
+    from ga_model.base import _internals_tf
+
+    x = np.arange(5.0)
+    data = {"z": x, "a": x + 10}
+    if kind == "ragged":
+        data["b"] = tf.ragged.range(np.arange(5))
+    data = tuple(data.values()) if kind is tuple else data if kind == "ragged" else kind(data)
+    dataset = tf.data.Dataset.from_tensor_slices(data).batch(2)
+    expected, found = list(dataset), list(_internals_tf.elements_of(iter(dataset)))
+    assert [type(element) for element in found] == [type(element) for element in expected]
+    assert repr(found) == repr(expected)  # structure, values and shapes

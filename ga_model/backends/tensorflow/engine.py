@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from ga_model.backends.hooks import CoreHooks
 from ga_model.backends.tensorflow import workers
+from ga_model.base._internals_tf import elements_of
 from ga_model.base._types import Logs, Nest
 
 
@@ -36,12 +37,12 @@ class Hooks(CoreHooks):
         return super()._make_function(step)  # type: ignore[no-any-return]
 
 
-def _without_optionals(batches: Iterator[Nest], specs: Iterable[tf.TypeSpec]) -> Iterator[Nest]:
-    """Return batches with None instead of empty optionals."""
+def _without_optionals(iterator: Iterator[Nest], specs: Iterable[tf.TypeSpec]) -> Iterator[Nest]:
+    """Return the batches of an iterator, with None instead of empty optionals."""
 
     def tensor_or_none(leaf: Any) -> Any:
         return None if isinstance(leaf, tf.experimental.Optional) else leaf
 
     if not any(isinstance(spec, tf.OptionalSpec) for spec in specs):
-        return batches
-    return (keras.tree.map_structure(tensor_or_none, data) for data in batches)
+        return elements_of(iterator)
+    return (keras.tree.map_structure(tensor_or_none, data) for data in iterator)
