@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ga_model.base import _numbers
 from ga_model.base._context import ThreadValue
-from ga_model.base._internals_tf import call_flat, shape_of
+from ga_model.base._internals_tf import call_flat, shape_of, value_of
 from ga_model.base._types import Gradient, Logs, Nest, Tensor
 
 if TYPE_CHECKING:
@@ -226,12 +226,14 @@ def tensors_in(nest: Nest) -> Nest:
     """Return a nest with numbers as tensors, as each new number would need its own trace."""
     if all(leaf is None or isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(nest)):
         return nest
+    if type(nest) in (tuple, list):  # `map_structure` is slow
+        return type(nest)(map(tensors_in, nest))
     return tf.nest.map_structure(_tensor, nest)
 
 
 def _tensor(leaf: Any) -> Any:
     if isinstance(leaf, tf.Variable):
-        return leaf.read_value()
+        return value_of(leaf) if tf.executing_eagerly() else leaf.read_value()
     if isinstance(leaf, float):
         return tf.constant(leaf, tf.float64)
     return tf.constant(leaf) if isinstance(leaf, (int, np.generic, np.ndarray)) else leaf
