@@ -29,11 +29,11 @@ from ga_model.core.snapshots import OtherVariables
 
 
 def _cuts(backend: Backend, rows: int) -> Cuts:
-    """Return the ways to cut windows of two thirds of a microbatch, at least seven samples.
+    """Return the ways to cut windows of half a microbatch, at least seven samples.
 
     Where functions are traced, parts are equal, as each number of samples needs its own program.
     """
-    size = max((rows + 5) // 10, 1)
+    size = max((rows + 5) // 14, 1)
     if backend.traces:
         return ((size,) * 7,)
     return (4 * size, 3 * size), (6, 1), (3, 4), (1, 6)

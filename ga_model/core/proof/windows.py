@@ -168,7 +168,7 @@ def _in_parts(
 
 
 class _Entries:
-    """Chooses the entries of large arrays to compare: of the largest gradients, and at random."""
+    """Chooses the entries of large arrays to compare: of large gradients, and at random."""
 
     def __init__(self, outcome: Outcome) -> None:
         generator = np.random.default_rng(0)
@@ -177,12 +177,13 @@ class _Entries:
         for place, value in enumerate(outcome.values):
             if (size := np.asarray(value).size) <= _MANY:
                 continue
-            chosen = generator.integers(0, size, _MANY // 2)
+            chosen = generator.integers(0, size, _MANY // 2)  # few are equal
             if (gradient := by_place.get(place)) is not None:
                 sizes = np.abs(np.asarray(gradient).ravel())
-                largest = np.argpartition(sizes, size - _MANY // 2)[size - _MANY // 2 :]
+                rows = sizes[: size // _MANY * _MANY].reshape(_MANY // 2, -1)
+                largest = rows.argmax(1) + np.arange(_MANY // 2) * rows.shape[1]  # of each row
                 chosen = np.concatenate([chosen, largest])
-            self._chosen[place] = np.unique(chosen)
+            self._chosen[place] = chosen
 
     def values(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the chosen entries of the values of all variables. An empty list stays empty."""
