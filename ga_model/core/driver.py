@@ -217,9 +217,33 @@ class Driver(ModelState):
                 self._adds_up = False
                 return self._train_batch(data, is_trial)
             model._warn_once(known.warning)
+        if known is not None and not is_trial:
+            self._hold_or_repeat(known, data)
         batch = self.backend.batch(data, None) if sees_full_batch else batch
         size = size if sees_full_batch else None
         return self._by_microbatches(batch, size, known, is_trial)
+
+    def _hold_or_repeat(self, known: Known, data: Nest) -> None:
+        """Hold a batch whose weights are assumed, or repeat those held, if they now are known."""
+        window = self.window = self.window or Window(self.settings.accumulation_steps)
+        if not window.is_all_unseen():
+            return
+        if known.is_unseen:
+            if self.backend.num_replicas == 1 and not self.is_automatic and window.steps > 1:
+                window.state = window.state or self.steps.state()
+                window.unseen.append(data)
+            return
+        held, state, steps = window.unseen, window.state, window.steps
+        if held:
+            self.steps.restore(state)
+            window.discard()
+            window.steps = steps
+            try:
+                for batch in held:
+                    self._train_batch(batch)
+            except BaseException:  # for another attempt
+                window.unseen, window.state, window.num_batches = held, state, len(held)
+                raise
 
     def _needs_trial(self) -> bool:
         """Return whether only a trial can tell if the step adds up over microbatches."""

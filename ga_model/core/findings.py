@@ -11,7 +11,7 @@ from keras import ops
 from ga_model.base._types import Nest
 from ga_model.core import messages
 from ga_model.core.backend import Backend
-from ga_model.core.batch import shapes_in
+from ga_model.core.batch import samples_between, shapes_in
 from ga_model.core.proof import trial
 from ga_model.core.proof.runner import Step
 from ga_model.core.proof.verdict import Verdict
@@ -34,6 +34,7 @@ class Known:
         verdict: the verdict on it.
         warning: text of the warning if it is not exact.
         is_unseen: whether the verdict is assumed, because no sample had a gradient so far.
+        unseen: the first of these samples.
         num_batches: batches of this structure so far.
         next_trial: number of the batch that triggers the next trial.
         num_fruitless: trials after news that confirmed none.
@@ -43,6 +44,7 @@ class Known:
     verdict: Verdict
     warning: str = ""
     is_unseen: bool = False
+    unseen: Nest = None
     num_batches: int = 1
     next_trial: int = 4
     num_fruitless: int = 0
@@ -91,13 +93,14 @@ class Findings:
         if not model.verify:
             verdict = trial.assumed_of(step.is_own)
             return Known(step, verdict, messages.unverified_message(model.name))
-        before = None if assumed is None else assumed.verdict.weighing
         with self._backend.on_one_replica():
-            verdict, error = trial.of_step(step, data, rows, before)
+            verdict, error = trial.of_step(step, data, rows, assumed and assumed.unseen)
         if error is None and not verdict.is_tried:  # try the next batch, too
-            return Known(step, verdict, is_unseen=True)
-        if assumed is not None:
-            self._begin_again(assumed.verdict, verdict, window)
+            return Known(step, verdict, is_unseen=True, unseen=samples_between(data, 0, rows))
+        if assumed is not None and window is not None and not window.is_all_unseen():
+            before, now = ((v.weighing, v.kinds, v.is_folded) for v in (assumed.verdict, verdict))
+            if before != now:
+                model._warn_once(messages.late_message(model.name))
         return Known(step, verdict, self._warning_of(step, data, verdict, error))
 
     @property
@@ -181,15 +184,6 @@ class Findings:
             model._warn_once(messages.whole_from_now_message(model.name, verdict))
         else:
             model._warn_once(known.warning or messages.late_message(model.name))
-
-    def _begin_again(self, assumed: Verdict, verdict: Verdict, window: Window | None) -> None:
-        """Discard microbatches without a gradient whose assumed weights were wrong."""
-        before, now = ((v.weighing, v.kinds, v.is_folded) for v in (assumed, verdict))
-        if before == now or window is None or window.sums is None:
-            return
-        window.sums = None
-        if not (verdict.weighing.is_sum or verdict.kinds.has_sum):
-            self._model._warn_once(messages.late_message(self._model.name))
 
     def _look_at_unseen(self, window: Window) -> None:
         """Warn if training has gradients where the samples of trials had none."""

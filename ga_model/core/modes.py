@@ -67,14 +67,14 @@ class Structure(NamedTuple):
         calls: calls of BatchNormalization layers.
         own_logs: names of the numbers that a custom step logs.
         logs_of_metrics: names of logs that are results of metrics, with the metric, and the key of
-            the result or None.
+            the result or None. None if they are those of all metrics.
     """
 
     applied: list[Applied]
     updates: list[Update]
     calls: list[Call]
     own_logs: tuple[str, ...] = ()
-    logs_of_metrics: tuple[tuple[str, keras.Metric, str | None], ...] = ()
+    logs_of_metrics: tuple[tuple[str, keras.Metric, str | None], ...] | None = None
 
 
 class NeedsTotalsError(Exception):

@@ -108,7 +108,8 @@ class RecordedStep:
         def run(data: Nest) -> tuple[Any, ...]:
             nonlocal written
             recording, recorder, logs, written = self._run(mode, position, data)
-            own_logs, metric_logs = ({}, ()) if verdict.is_folded else recording.split_logs(logs)
+            is_of_keras = verdict.is_folded or not isinstance(logs, dict)
+            own_logs, metric_logs = ({}, None) if is_of_keras else recording.split_logs(logs)
             updates, losses = recording.updates(), recording.losses
             self.found = Structure(
                 recording.applied,

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 
 from ga_model.base import _numbers
-from ga_model.base._internals import forgetting_losses
+from ga_model.base._internals import copy_of, forgetting_losses
 from ga_model.base._types import Gradient, Logs, Nest, Scalar, Tensor
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS, GradientSums, Group
@@ -52,6 +52,26 @@ class Steps:
         self._latest: dict[Mode, Structure] = {}  # the latest, by mode
         self._shapes: dict[Hashable, Sums] = {}  # shapes of their sums, by the same keys
         self._first_key: Hashable = None  # key of the prepared batch's first microbatch
+
+    # State.
+
+    def state(self) -> list[Tensor]:
+        """Return the values of the state of layers and metrics."""
+        read = self._backend.compiled("state", lambda: list(map(copy_of, self._state())), GROUPS)
+        values: list[Tensor] = read()
+        return values
+
+    def restore(self, values: list[Tensor]) -> None:
+        """Restore the state of layers and metrics."""
+
+        def assign(values: list[Tensor]) -> None:
+            for variable, value in zip(self._state(), values):
+                variable.assign(value)
+
+        self._backend.compiled("restore", assign, GROUPS)(values)
+
+    def _state(self) -> list[keras.Variable]:
+        return [*self._model.non_trainable_variables, *self._model.metrics_variables]
 
     # Microbatches.
 

@@ -90,7 +90,7 @@ class Updates:
             if is_mean:
                 added = (count - earlier_count) * share
                 metric.count.assign_add(ops.cast(added, metric.count.dtype))
-        if not (structure.own_logs or structure.logs_of_metrics):
+        if structure.logs_of_metrics is None:
             return model.get_metrics_result()
         results = {}
         for name, metric, key in structure.logs_of_metrics:

@@ -252,6 +252,9 @@ class Window:
         num_batches: batches that wait for the update.
         sums: sums of the microbatches, or None before the first.
         trial_samples: samples of each microbatch for a trial, and `num_news` of the sums after it.
+        unseen: its first batches, if their weights are assumed, because no trial has shown any
+            gradient so far. They are repeated with the weights that a trial finds.
+        state: values of the state of layers and metrics before these.
         was_full: whether any window was full so far.
     """
 
@@ -273,6 +276,8 @@ class Window:
         self.num_batches = 0
         self.applied: list[Applied] | None = None  # optimizers that the last step applied
         self.trial_samples: list[tuple[Nest, Scalar]] = []
+        self.unseen: list[Nest] = []
+        self.state: list[Tensor] = []
 
     def keep_samples(self, data: Nest, num_news: Scalar) -> None:
         """Hold the first samples of a microbatch, or all if there are few."""
@@ -289,6 +294,10 @@ class Window:
         others = [index for index in range(len(counts)) if index != first_index]
         others.sort(key=lambda index: is_news[index])
         return [self.trial_samples[index][0] for index in (first_index, *others)]
+
+    def is_all_unseen(self) -> bool:
+        """Return whether the weights of all its batches are assumed, if it has any."""
+        return len(self.unseen) == self.num_batches
 
     def end_batch(self) -> bool:
         """Count a batch, and return whether it fills the window."""

@@ -526,6 +526,12 @@ class LogsNumbers(OwnStep):
         return {**logs, **numbers, **self.more(y, z)}
 
 
+class LogsNothing(OwnStep):
+    def step(self, x, y):
+        super().step(x, y)
+        return {}
+
+
 class WeighsByAMetric(OwnStep):
     """Divides its loss by the mean of those so far."""
 
@@ -779,6 +785,8 @@ CASES = {
         True, after_update=lambda self, x, y: self.optimizer.learning_rate.assign(0.01)
     ),
     "logs of numbers": step(LogsNumbers),
+    # Keras's own `fit` fails on TensorFlow.
+    "logs of nothing": step(LogsNothing, backends=("torch", "jax")),
     "logs of what compares samples": logs(lambda y, z: {"spread": ops.std(y)}, differ=True),
     "logs of updated weights": logs(lambda y, z: {"late": losses.mean(y, z)}, differ=True),
     "logs in dicts": logs(

@@ -26,12 +26,9 @@ class Judge:
 
     Args:
         runner, tried: windows of the same samples, and their runner.
-        assumed: the weighing that training has used so far, or None.
     """
 
-    def __init__(
-        self, runner: StepRunner, tried: Sequence[Window], assumed: Weighing | None = None
-    ) -> None:
+    def __init__(self, runner: StepRunner, tried: Sequence[Window]) -> None:
         self.runner = runner
         # Tolerated multiple of the effect of rounding weights, which half precision makes larger.
         self._factor = 10.0 if runner.rounding == runner.epsilon else 4.0
@@ -41,8 +38,6 @@ class Judge:
         has_weight = all(outcome.seen.loss_weight is not None for outcome in self._outcomes)
         self._has_weight = has_weight and (runner.is_folded or runner.says_weight)
         self._candidates = list(self._weighings())
-        if assumed is not None and (self._has_weight or assumed.source != "loss"):
-            self._candidates.insert(0, assumed)
 
     @functools.cached_property
     def _scalars(self) -> list[str]:
@@ -93,7 +88,7 @@ class Judge:
 
     @functools.cached_property
     def verdict(self) -> Verdict:
-        """The verdict, with the assumed weighing if it is exact."""
+        """The verdict on the step."""
         return self._decide(self._verdict, lambda verdict: verdict.is_exact)
 
     def _decide(self, judge: Callable[[], T], is_good: Callable[[T], bool]) -> T:

@@ -14,13 +14,17 @@ from ga_model.base._types import Nest, Tensor
 from ga_model.core.batch import num_rows, samples_between
 
 
-def samples_for_trial(data: Nest, number: int) -> Iterator[Nest]:
+def samples_for_trial(data: Nest, number: int, unseen: Nest = None) -> Iterator[Nest]:
     """Yield `number` samples of a batch, as arrays. Altered copies fill up a smaller batch.
 
     The largest target comes first, also with another input, because a loss may be divided by
     something rare. Sample weights that are all equal are altered, as later batches may have others.
     If some samples contain NaN or infinity, which may mark missing values, a second choice without
     them follows. Ragged and sparse tensors are not converted, and repeated if there are fewer.
+
+    Args:
+        unseen: samples of an earlier batch, which had no gradient, or None. They are added in
+            another choice, the first, as a loss may be divided by something that they lack.
 
     Raises:
         ValueError: there are fewer than three ragged or sparse samples, so all would be equal.
@@ -43,12 +47,31 @@ def samples_for_trial(data: Nest, number: int) -> Iterator[Nest]:
     data = keras.tree.map_structure(in_numpy, data)
     if isinstance(data, tuple) and len(data) == 3:
         data = *data[:2], keras.tree.map_structure(_uneven, data[2])
+    if unseen is not None and shapes_of(unseen) == shapes_of(data):
+        few = samples_between(unseen, 0, max(int(num_rows(data)) // 2, 1))
+        yield from samples_for_trial(joined(data, few), number)
     is_finite = _are_finite(data, num_rows(data))
     all_places = np.arange(len(is_finite))
     if not is_finite.all():
         yield _samples(data, all_places, number, all_places[~is_finite])
     if is_finite.any():
         yield _samples(data, all_places[is_finite], number)
+
+
+def shapes_of(data: Nest) -> Any:
+    """Return the nest of the shapes of samples."""
+    return keras.tree.map_structure(lambda leaf: tuple(getattr(leaf, "shape", ()))[1:], data)
+
+
+def joined(*parts: Nest) -> Nest:
+    """Return the samples of several parts of one structure, as arrays."""
+
+    def join(*leaves: Tensor | None) -> Tensor | None:
+        if leaves[0] is None or not ops.shape(leaves[0]):
+            return leaves[0]
+        return np.concatenate([ops.convert_to_numpy(leaf) for leaf in leaves])
+
+    return keras.tree.map_structure(join, *parts)
 
 
 def _samples(

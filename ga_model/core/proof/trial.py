@@ -6,21 +6,18 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
-import keras
 import numpy as np
-from keras import ops
 
 from ga_model.base._internals import forgetting_losses
-from ga_model.base._types import Nest, Tensor
+from ga_model.base._types import Nest
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import States
 from ga_model.core.batch import num_rows
 from ga_model.core.losses import Kinds
 from ga_model.core.proof.judge import Judge
 from ga_model.core.proof.runner import Step, StepRunner
-from ga_model.core.proof.samples import samples_for_trial
+from ga_model.core.proof.samples import joined, samples_for_trial, shapes_of
 from ga_model.core.proof.verdict import Difference, Verdict
 from ga_model.core.proof.weighing import Weighing
 from ga_model.core.proof.windows import Cuts, Window, windows
@@ -40,7 +37,7 @@ def _cuts(backend: Backend, rows: int) -> Cuts:
 
 
 def of_step(
-    step: Step, data: Nest, rows: int, assumed: Weighing | None = None
+    step: Step, data: Nest, rows: int, unseen: Nest = None
 ) -> tuple[Verdict, Exception | None]:
     """Try the step of a model on samples of a batch, and restore the model.
 
@@ -50,7 +47,7 @@ def of_step(
     Args:
         data: a batch of one replica.
         rows: number of samples of a microbatch.
-        assumed: the weighing used so far, for microbatches without a gradient.
+        unseen: samples of an earlier batch, which had no gradient, or None.
 
     Returns:
         The verdict, and the error if the step cannot be tried. If no sample has a gradient, there
@@ -61,11 +58,11 @@ def of_step(
     def attempt(cuts: Cuts) -> tuple[Verdict, Exception | None]:
         cuts = tuple((sum(sizes),) for sizes in cuts) if step.is_single_microbatch else cuts
         try:
-            choices = list(samples_for_trial(data, sum(cuts[0])))
+            choices = list(samples_for_trial(data, sum(cuts[0]), unseen))
         except Exception as failure:  # too few samples, or arrays of different numbers of samples
             return assumed_of(step.is_own), failure
         for samples in choices:
-            verdict, error = _of_samples(step, samples, cuts, assumed)
+            verdict, error = _of_samples(step, samples, cuts)
             if verdict.is_tried:
                 break
         return verdict, error
@@ -109,24 +106,13 @@ def of_microbatches(step: Step, held: Sequence[Nest]) -> tuple[Verdict, Exceptio
     Args:
         held: the first samples of each microbatch. Other structures than the first are left out.
     """
-    held = [samples for samples in held if _shapes(samples) == _shapes(held[0])]
+    held = [samples for samples in held if shapes_of(samples) == shapes_of(held[0])]
     num_first, num_rest = num_rows(held[0]), sum(map(num_rows, held[1:]))
-    data = keras.tree.map_structure(_joined, held[0], *held)  # twice, as several may have news
+    data = joined(held[0], *held)  # twice, as several may have news
     cuts: Cuts = ((num_first, num_first, num_rest),) if num_rest else ((num_first, num_first),)
     if num_rest > 1:
         cuts = (num_first, num_first, num_rest - 1, 1), (num_first, num_first, *[1] * num_rest)
     return _of_samples(step, data, cuts)
-
-
-def _shapes(data: Nest) -> Any:
-    """Return the nest of the shapes of samples."""
-    return keras.tree.map_structure(lambda leaf: tuple(getattr(leaf, "shape", ()))[1:], data)
-
-
-def _joined(*leaves: Tensor | None) -> Tensor | None:
-    if leaves[0] is None or not ops.shape(leaves[0]):
-        return leaves[0]
-    return np.concatenate([ops.convert_to_numpy(leaf) for leaf in leaves])
 
 
 @contextlib.contextmanager
@@ -146,9 +132,7 @@ def _trying(step: Step) -> Iterator[Callable[[], None]]:
             step.backend.forget("trial")
 
 
-def _of_samples(
-    step: Step, samples: Nest, cuts: Cuts, assumed: Weighing | None = None
-) -> tuple[Verdict, Exception | None]:
+def _of_samples(step: Step, samples: Nest, cuts: Cuts) -> tuple[Verdict, Exception | None]:
     """Try the step of a model on these samples."""
     kinds, is_folded = Kinds(), not step.is_own
     with _trying(step) as restore:
@@ -158,9 +142,9 @@ def _of_samples(
                 with forgetting_losses(step.model):
                     remaining = windows(runner, cuts)
                     first = list(itertools.islice(remaining, 2))
-                    judge, retry = _compared(runner, first, assumed, kinds)
+                    judge, retry = _compared(runner, first, kinds)
                     if retry is None and (others := list(remaining)):
-                        judge, retry = _compared(runner, first + others, assumed, kinds)
+                        judge, retry = _compared(runner, first + others, kinds)
                     if retry is None and not judge.is_moved:
                         return assumed_of(step.is_own, kinds)._replace(differences=()), None
                     if retry is None:
@@ -178,7 +162,7 @@ def _of_samples(
 
 
 def _compared(
-    runner: StepRunner, tried: list[Window], assumed: Weighing | None, kinds: Kinds
+    runner: StepRunner, tried: list[Window], kinds: Kinds
 ) -> tuple[Judge, tuple[Kinds, bool] | None]:
     """Compare windows, and find out whether the step must be tried in another way.
 
@@ -186,7 +170,7 @@ def _compared(
         The comparison. Then None, or reductions and whether to fold weights into the loss, for
         another trial, because training will differ from this one in these.
     """
-    judge = Judge(runner, tried, assumed)
+    judge = Judge(runner, tried)
     if not runner.is_folded or not judge.is_moved:
         return judge, None
     if (found := judge.kinds()).has_sum and not kinds.has_sum:
@@ -196,7 +180,7 @@ def _compared(
     if not runner.is_plain:
         return judge, (kinds, False)
     runner.is_folded = False
-    return Judge(runner, tried, assumed), None
+    return Judge(runner, tried), None
 
 
 def assumed_of(is_own: bool, kinds: Kinds | None = None) -> Verdict:
