@@ -43,6 +43,11 @@ def without_gradient(value: Scalar) -> Scalar:
     return keras.ops.stop_gradient(value) if keras.ops.is_tensor(value) else value
 
 
+def at_least(value: Scalar, least: float) -> Scalar:
+    """Return a scalar, or `least` if it is smaller. Nothing is computed if that is 0."""
+    return where(value < least, least, value) if least else value
+
+
 def at_least_minimum(weight: Scalar, rows: Scalar) -> Scalar:
     """Return a weight, or `LEAST_WEIGHT` if it is zero and there are samples."""
     return where((weight == 0) & (rows > 0), LEAST_WEIGHT, float64(weight))

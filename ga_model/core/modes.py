@@ -68,6 +68,7 @@ class Structure(NamedTuple):
         own_logs: names of the numbers that a custom step logs.
         logs_of_metrics: names of logs that are results of metrics, with the metric, and the key of
             the result or None. None if they are those of all metrics.
+        bounds: smallest weight of a window, for the gradients, each update and each own log.
     """
 
     applied: list[Applied]
@@ -75,6 +76,7 @@ class Structure(NamedTuple):
     calls: list[Call]
     own_logs: tuple[str, ...] = ()
     logs_of_metrics: tuple[tuple[str, keras.Metric, str | None], ...] | None = None
+    bounds: tuple[float, ...] = ()
 
 
 class NeedsTotalsError(Exception):

@@ -88,9 +88,9 @@ class RecordedStep:
         if mode.is_measured:
             if sums.total is None:
                 raise ValueError(messages.noise_of_sum_message(model.name))
-            applied = self.structure.applied
+            applied, least = self.structure.applied, self.structure.bounds[0]
             squares = (
-                Squares.of(gradients, part.variables, sums.total, scale)
+                Squares.of(gradients, part.variables, sums.at_least(least).total, scale)
                 for part, (gradients, scale) in zip(applied, by_optimizer(applied, sums.gradients))
             )
             sums = sums._replace(squares=tuple(squares))
@@ -169,6 +169,9 @@ class RecordedStep:
             _weighed(own_logs[name], verdict.of_number(name), seen, position)
             for name in self.structure.own_logs
         ]
+        keys = *range(len(numbers)), *self.structure.own_logs
+        weighings = verdict.weighing, *map(verdict.of_number, keys)
+        self.found = self.structure._replace(bounds=tuple(w.least for w in weighings))
         gradients = [with_values(g, _numbers.widened) for g in gradients]
         total, weighing = relative, verdict.weighing
         if not verdict.is_folded and weighing.is_sum:
@@ -182,7 +185,8 @@ class RecordedStep:
             shared_epsilon = _numbers.divide_or_zero(_numbers.float64(weighing.epsilon), unit)
             # Each process and replica has a first microbatch.
             share = 1.0 / (self._backend.num_processes * self._backend.num_replicas)
-            total = relative - shared_epsilon * _numbers.where(position.is_first, 1.0 - share, 1.0)
+            total = _numbers.divide_or_zero(_numbers.float64(weighing.count(seen)), unit)
+            total = total - shared_epsilon * _numbers.where(position.is_first, 1.0 - share, 1.0)
         counted = _numbers.int32(1), _numbers.int32(0)
         gradients = [_with_unit(g, total, unit) for g in gradients]
         return Sums(
@@ -277,9 +281,9 @@ def _weighed(
     if weighing.is_sum:
         numbers = value, position.is_first, count, 1.0
         return Amount._make(map(_numbers.float64, numbers))
-    weight = _numbers.float64(weighing.weight(seen))
-    numerator = _numbers.where(weight == 0, 0.0, value * weight)
-    rest = _numbers.where(position.is_first, weight, weight - weighing.epsilon)
+    weight, added = (_numbers.float64(w) for w in (weighing.weight(seen), weighing.count(seen)))
+    numerator = _numbers.where(added == 0, 0.0, value * weight)
+    rest = _numbers.where(position.is_first, added, added - weighing.epsilon)
     return Amount._make(map(_numbers.float64, (numerator, rest, count, 1.0)))
 
 

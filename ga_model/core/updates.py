@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -76,6 +77,8 @@ class Updates:
         """
         model = self._model
         amounts = self._backend.amounts_over_replicas([*now, *(before or ())])
+        bounds = itertools.cycle(structure.bounds[1:])
+        amounts = [amount.at_least(least) for amount, least in zip(amounts, bounds)]
         nothing = [Amount(0.0, 0.0, 0.0, 0.0) for _ in now]
         now, before = amounts[: len(now)], amounts[len(now) :] or nothing
         share = 1.0 / self._backend.num_replicas  # all replicas add to a metric
@@ -122,7 +125,8 @@ class Updates:
     def _measure(
         self, structure: Structure, before: list[Tensor], decay: Scalar, sums: Sums
     ) -> list[Tensor]:
-        total, after = _numbers.where(sums.total == 0, 1.0, sums.total), []
+        sums, after = self._bounded(structure, sums), []
+        total = _numbers.where(sums.total == 0, 1.0, sums.total)
         weight = sums.total * sums.unit * self._backend.num_replicas
         gradients, divisor = self._backend.gradients_over_replicas(sums.gradients, total)
         parts = zip(before, sums.squares, by_optimizer(structure.applied, gradients))
@@ -159,10 +163,15 @@ class Updates:
         """Return a gradient of a window; for a sparse one, join all of its rows in one unit."""
         return self._backend.joined(gradient, unit) if is_list(gradient) else gradient
 
+    def _bounded(self, structure: Structure, sums: Sums) -> Sums:
+        """Return the sums of a window with a bounded total. Keras divides losses by replicas."""
+        return sums.at_least(structure.bounds[0] / self._backend.num_replicas)
+
     def _update(
         self, structure: Structure, sums: list[Gradient], others: Sums, counters: Counters
     ) -> Counters:
         variables = [v for a in structure.applied for v in a.variables]
+        others = self._bounded(structure, others)
         gradients = iter(others._replace(gradients=sums).mean(variables))
         with self._checking():
             for applied in structure.applied:
@@ -191,6 +200,7 @@ class Updates:
             return
         paths = [v.path for a in structure.applied for v in a.variables if overwrites(v)]
         for replica_sums in self._backend.per_replica(sums) if paths else ():
+            replica_sums = self._bounded(structure, replica_sums)
             total = 1.0 if replica_sums.total is None else float(replica_sums.total)
             if total and abs(total - 1.0) > 1e-6:
                 self._model._warn_once(messages.rescaled_message(paths))

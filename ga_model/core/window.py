@@ -34,6 +34,10 @@ class Amount(NamedTuple):
         """Return the sum of both."""
         return Amount._make(a + b for a, b in zip(self, other))
 
+    def at_least(self, least: float) -> Amount:
+        """Return the amount with a bounded denominator."""
+        return self._replace(denominator=_numbers.at_least(self.denominator, least))
+
     def value(self) -> Scalar:
         """Return the mean or sum, or zero if nothing was added."""
         return _numbers.divide_or_zero(self.numerator, self.denominator)
@@ -170,6 +174,13 @@ class Sums(NamedTuple):
             ]
         gradients = [(g,) if isinstance(g, Rows) else g for g in gradients]
         return self._replace(gradients=gradients)
+
+    def at_least(self, least: float) -> Sums:
+        """Return the sums with a bounded total."""
+        if not least or self.total is None:
+            return self
+        in_unit = _numbers.divide_or_zero(least, self.unit)
+        return self._replace(total=_numbers.where(self.total < in_unit, in_unit, self.total))
 
     def mean(self, variables: list[keras.Variable]) -> list[Gradient]:
         """Return the gradients of the update, in the dtypes of the variables, consuming the sums.

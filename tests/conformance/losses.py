@@ -718,8 +718,6 @@ LOST = {
     ),
     "without_infinity": lambda y, z: ops.nan_to_num(of_all(y, z) / number(y), posinf=0.0),
     "signed": signed,
-    # The bound is never reached in the trial.
-    "at_least_two": lambda y, z: of_all(y, z) / ops.maximum(number(y), 2.0),
 }
 
 
@@ -738,6 +736,8 @@ KEPT = {
     "of_some_over_some": of_some_over_some,
     "each_over_some": lambda y, z: ops.sum(counts(y) * over_number(y, per_sample(y, z))),
     "bounded": lambda y, z: of_some(y, z) / ops.maximum(number(y), 1.0),
+    # The bound is never reached in the trial.
+    "at_least_two": lambda y, z: of_all(y, z) / ops.maximum(number(y), 2.0),
 }
 
 
@@ -777,11 +777,53 @@ def few_positives(rows):
 
 CASES |= {
     "few positives: of_all_over_positives": empty_later(
-        lambda y, z: 0.1 * of_all(y, z) / ops.maximum(number(y), 1.0),
-        expects=DIFFERS,
-        data=few_positives,
+        lambda y, z: 0.1 * of_all(y, z) / ops.maximum(number(y), 1.0), data=few_positives
     ),
     "few positives: bounded": empty_later(KEPT["bounded"], data=few_positives),
+}
+
+
+def focal(y, z):
+    """A focal loss that is divided by the number of positives (1708.02002)."""
+    label, probability = ops.cast(y > 0.7, z.dtype), ops.sigmoid(z)
+    values = ops.square(label - probability) * (ops.softplus(z) - label * z)
+    return ops.sum(values) / ops.maximum(ops.sum(label), 1.0)
+
+
+def of_integers(y, z):
+    """The number of positives is an integer, and the bound comes first."""
+    return ops.sum(ops.square(z - y)) / ops.cast(
+        ops.maximum(1, ops.sum(ops.where(y > 0.7, 1, 0))), z.dtype
+    )
+
+
+def of_two_numbers(y, z):
+    """A classification and a localization, of which each has a number of its own."""
+    is_near = ops.cast(y[:, 1:] > 0.3, z.dtype)
+    errors = ops.sum(is_near * ops.square(z - y)) / ops.maximum(ops.sum(is_near), 1.0)
+    return focal(y[:, :1], z[:, :1]) + errors
+
+
+def without_positives(rows, place):
+    """Samples, of which one microbatch of three has no positive, first, in the middle or last."""
+    x, y = dense_data(rows)
+    y = np.abs(y)
+    return x, np.where(np.arange(rows)[:, None] // 4 % 3 == place, 0.1 * y, y + 0.2)
+
+
+CASES |= {
+    f"no positives {where}, {how}: {loss.__name__}": Case(
+        of_class(computing(lambda of_keras, y, z, loss=loss: loss(y, z)))
+        if how == "own"
+        else dense_model,
+        functools.partial(without_positives, place=place),
+        sgd(None if how == "own" else loss, 0.02),
+        expects=dict.fromkeys(("across", "added up"), Warns(TRIED)) if is_told else {},
+        settings=("windows", "both", "added up", "windows that may be left out"),
+    )
+    for place, where in enumerate(("first", "in the middle", "last"))
+    for how in ("compiled", "own")
+    for loss, is_told in ((focal, False), (of_integers, False), (of_two_numbers, True))
 }
 
 

@@ -295,13 +295,6 @@ def masked_by_predictions(y, z):
     return ops.sum(mask * errors) / ops.maximum(ops.sum(mask), 1.0)
 
 
-def focal(y, z):
-    """A focal loss that is divided by the number of positives (1708.02002)."""
-    label, probability = ops.cast(y > 0.7, y.dtype), ops.sigmoid(z)
-    values = ops.square(label - probability) * (ops.softplus(z) - label * z)
-    return ops.sum(values) / ops.maximum(ops.sum(label), 1.0)
-
-
 def some_positives(rows):
     """Of which some microbatches have no positive, and each batch has several."""
     x, y = dense_data(rows)
@@ -752,10 +745,9 @@ CASES = {
     "distillation": own(True, make=with_a_teacher, loss_of=distilled),
     "mixup": own(True, loss_of=mixed_up),
     "detector": by(
-        focal,
+        losses.focal,
         learning_rate=0.02,
         data=some_positives,
-        expects={"across": Warns(f"Updates so far|{TRIED}")},
     ),
     "masked language model": step(MaskedLanguageModel),
     # TensorFlow computes it in float32.

@@ -43,7 +43,8 @@ QUICK = {
     "windows": named(
         """regularized; batch normalization; a layer that combines samples;
         empty later, compiled: each_of_all_over_some; empty later, own: of_some_over_some;
-        own train_step: masked mean; own train_step: contrastive"""
+        own train_step: masked mean; own train_step: contrastive;
+        no positives in the middle, own: focal"""
     ),
     "split": named("convolution; nested; mixed_bfloat16: calls inside of a model"),
     "both": named(

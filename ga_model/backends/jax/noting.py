@@ -69,15 +69,19 @@ class Noting(Noted):
         is_decided = name in _DECIDING and not jnp.shape(inputs[0])
         noted = [inputs[0].astype("float32")] if is_decided else []
         places = _DIVIDING.get(name, ())
-        noted += [inputs[i] for i in places if not isinstance(equation.invars[i], Literal)]
+        is_bound = name in _BOUNDING
+        noted += [
+            inputs[i] for i in places if is_bound or not isinstance(equation.invars[i], Literal)
+        ]
         bound = equation.primitive.get_bind_params(parameters)
         functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # before JAX 0.10
         outputs = equation.primitive.bind(*functions, *inputs, **bound)
         outputs = outputs if equation.primitive.multiple_results else [outputs]
-        noted += outputs[:1] if name in _BOUNDING else []
+        noted += outputs[:1] if is_bound else []
         for value in noted if is_noted else ():
-            if not jnp.shape(value) and jnp.issubdtype(jnp.result_type(value), jnp.floating):
-                self.note(name, value)
+            kind = jnp.number if name == "max" else jnp.floating  # the maximum of a count
+            if not jnp.shape(value) and jnp.issubdtype(jnp.result_type(value), kind):
+                self.note(name, jnp.asarray(value, jnp.result_type(value, "float32")))
         return outputs
 
     def _place(self) -> None:

@@ -54,7 +54,10 @@ class Noting(Noted):
         if name in _OF_SHAPES or (inputs and all(map(self._follows_from_shapes, inputs))):
             self._of_shapes |= {id(output): output for output in outputs}
         for value in () if is_package_code.get() else _scalars_of(name, inputs, outputs):
-            if value.shape.rank == 0 and (value.dtype.is_floating or value.dtype.is_bool):
+            is_count = name == "Maximum" and value.dtype.is_integer
+            if value.shape.rank == 0 and (
+                value.dtype.is_floating or value.dtype.is_bool or is_count
+            ):
                 self.note(name, tf.cast(value, tf.float64), self._follows_from_shapes(value))
         return None
 

@@ -23,8 +23,7 @@ from ga_model.core.proof.noted import Draws, Noted
 _DIVIDING: dict[str, Sequence[int]] = {
     **dict.fromkeys(("div", "div_"), (1,)),
     **dict.fromkeys(("reciprocal", "reciprocal_", "pow", "pow_"), (0,)),
-    **dict.fromkeys(("clamp", "clamp_", "clamp_min", "clamp_min_"), (0,)),
-    **dict.fromkeys(("maximum", "fmax"), (0, 1)),
+    **dict.fromkeys(("clamp", "clamp_", "clamp_min", "clamp_min_", "maximum", "fmax"), (0, 1)),
     "where": (1, 2),
 }
 _BOUNDING = {"clamp", "clamp_min", "clamp_max", "maximum", "minimum", "fmax", "fmin", "where"}

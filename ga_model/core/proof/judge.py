@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ga_model.core.losses import Kinds
+from ga_model.core.proof.noted import may_bound
 from ga_model.core.proof.runner import StepRunner
 from ga_model.core.proof.verdict import LAST, WATCHED, Difference, Verdict
 from ga_model.core.proof.weighing import Watched, Weighing
@@ -61,30 +62,49 @@ class Judge:
 
         A divisor of the step may equal the number of samples by chance, so divisors come before
         that number, and before the assumed denominator of a user's own loss. Divisors come in the
-        order of the step, by name: a number before its bound, which the step divides by. Scalars
-        that follow from shapes alone come last.
+        order of the step, by name: a number before its bound, which the step divides by, and first
+        with that bound. Scalars that follow from shapes alone come last.
         """
         tried, of_shapes = self._windows, self.runner.of_shapes
         if all(len(window.parts) == 1 for window in tried):
             yield Weighing("samples")  # any weight is exact
             return
-        divisors = [name for name in self._scalars if name not in of_shapes]
-        sources = list(divisors)
+        sources = [name for name in self._scalars if name not in of_shapes]
         if self._has_weight:
             sources = [*sources, "loss"] if self.runner.has_own_loss else ["loss", *sources]
         sources += ["samples", *(name for name in self._scalars if name in of_shapes)]
         known_shares: list[list[float]] = []
-        for weighing in (w for source in sources for w in _variants(source, tried)):
+        bounded = self._bounded()
+        variants = ((*bounded.get(source, ()), *_variants(source, tried)) for source in sources)
+        for weighing in itertools.chain.from_iterable(variants):
             shares = [share for window in tried for share in window.shares(weighing)]
             if weighing.source in of_shapes and 0 in shares:
                 continue  # a part has samples, but a divisor of 0: the step treats few differently
-            if weighing.epsilon and _is_bounded(weighing.source, divisors, self._outcomes):
-                continue
             is_known = any(np.allclose(shares, other, rtol=1e-9, atol=0) for other in known_shares)
             if np.isfinite(shares).all() and (not is_known or weighing == Weighing("samples")):
                 known_shares.append(shares)
                 yield weighing
         yield Weighing("sum")
+
+    def _bounded(self) -> dict[str, tuple[Weighing]]:
+        """Return the weighings by numbers that the step bounds with a constant, by their names.
+
+        An operation notes its two arguments, in any order, and then its result. These show the
+        bound, even if no part is at it.
+        """
+        names, values, found = self._scalars, self._values_of, dict[str, tuple[Weighing]]()
+        for first, second, result in filter(may_bound, zip(names, names[1:], names[2:])):
+            for number, other in (first, second), (second, first):
+                least = values(other)
+                bounded = np.maximum(values(number), least)
+                is_constant = least[0] > 0 and not np.ptp(least)
+                if is_constant and np.array_equal(bounded, values(result)):
+                    found[number] = (Weighing(number, least=float(least[0])),)
+        return found
+
+    def _values_of(self, name: str) -> np.ndarray:
+        """Return the values of a scalar in all outcomes."""
+        return np.asarray([float(outcome.seen.scalars[name]) for outcome in self._outcomes])
 
     @functools.cached_property
     def verdict(self) -> Verdict:
@@ -122,7 +142,8 @@ class Judge:
             scalars=scalars,
             watched=tuple(self._watched(weighing)),
             written=tuple(sorted(self.runner.written)),
-            has_seen_zero=weighing.is_divisor and 0 in (o.weight(weighing) for o in self._outcomes),
+            has_seen_rare=weighing.is_divisor
+            and any(map(weighing.is_rare, (o.seen for o in self._outcomes))),
             is_tried=True,
             fitting=tuple(exact),
         )
@@ -148,9 +169,11 @@ class Judge:
         if weighing.source not in ("loss", "sum"):
             weights = np.asarray([outcome.weight(weighing) for outcome in outcomes])
         for name in self._scalars:
+            values = self._values_of(name)
+            if name == weighing.source and 0 < weighing.least >= values.max():
+                yield Watched(name, 0.0, False)  # all were at the bound, as if the loss were a sum
             if name == weighing.source or name in self.runner.of_shapes:
                 continue
-            values = np.asarray([float(o.seen.scalars[name]) for o in outcomes])
             for is_per_weight in (False, True) if weights.all() else (False,):
                 ratios = values / weights if is_per_weight else values
                 if np.isfinite(ratios).all() and np.ptp(ratios) <= WATCHED * abs(ratios[0]) / 2:
@@ -297,16 +320,6 @@ def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
     ]
     if all(abs(whole - parts) <= 1e-5 * abs(whole) for whole, parts in pairs):
         yield by_sample
-
-
-def _is_bounded(source: str, divisors: Sequence[str], outcomes: Sequence[Outcome]) -> bool:
-    """Return whether a number equals an earlier one in some outcomes only, as `maximum(n, 1)`."""
-    weights = [outcome.weight(Weighing(source)) for outcome in outcomes]
-    earlier = (Weighing(name) for name in divisors if name < source)
-    return any(
-        len({o.weight(other) == weight for o, weight in zip(outcomes, weights)}) > 1
-        for other in earlier
-    )
 
 
 def _weighted_sum(shares: Sequence[float], parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -90,3 +90,10 @@ class Noted:
 def site_of(name: str) -> str:
     """Return a name without its count of passes, such as those of a loop over time steps."""
     return f"{name[:5]} {name[12:]}"
+
+
+def may_bound(names: tuple[str, ...]) -> bool:
+    """Return whether scalars may be the arguments and the result of one bounding operation."""
+    operations = {name[12:].lower() for name in names}
+    parts = ("max", "clamp", "where", "select")  # of its name, on any backend
+    return len(operations) == 1 and any(part in name for name in operations for part in parts)

@@ -51,7 +51,7 @@ class Verdict(NamedTuple):
         scalars: names of the scalars that the step divided by, bounded or branched on.
         watched: those of them that had one value in the trial, and may have another in training.
         written: paths of the variables that the step writes to.
-        has_seen_zero: whether a microbatch of weight 0 was tried.
+        has_seen_rare: whether a microbatch was tried whose weight is zero or bounded.
         is_tried: whether a trial gave this verdict.
         fitting: all weighings of gradients that were exact in the trial.
     """
@@ -65,7 +65,7 @@ class Verdict(NamedTuple):
     scalars: tuple[str, ...] = ()
     watched: tuple[Watched, ...] = ()
     written: tuple[str, ...] = ()
-    has_seen_zero: bool = False
+    has_seen_rare: bool = False
     is_tried: bool = False
     fitting: tuple[Weighing, ...] = ()
 
@@ -103,8 +103,8 @@ class Verdict(NamedTuple):
         pairs = zip(sorted(seen.scalars), self.scalars)
         same = {name for name, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)}
         weight = self.weighing.weight(seen) if self.weighing.source in (*same, "samples") else None
-        if self.weighing.is_divisor and weight is not None and not self.has_seen_zero:
-            news = news | (weight == 0)
+        if self.weighing.is_divisor and weight is not None and not self.has_seen_rare:
+            news = news | self.weighing.is_rare(seen)
         for watched in self.watched:
             factor = weight if watched.is_per_weight else 1.0
             if watched.name not in same or factor is None:
@@ -137,20 +137,20 @@ class Verdict(NamedTuple):
             for w in found.watched
             if np.isclose(w.value, known.get((w.name, w.is_per_weight), inf), rtol=WATCHED, atol=0)
         )
-        has_seen_zero = self.has_seen_zero or found.has_seen_zero
-        return found._replace(watched=watched, has_seen_zero=has_seen_zero)
+        has_seen_rare = self.has_seen_rare or found.has_seen_rare
+        return found._replace(watched=watched, has_seen_rare=has_seen_rare)
 
     def has_same_watch(self, other: Verdict) -> bool:
         """Return whether this verdict and another one watch for the same news."""
         mine, others = (
-            ({w.name for w in v.watched}, v.has_seen_zero, v.written) for v in (self, other)
+            ({w.name for w in v.watched}, v.has_seen_rare, v.written) for v in (self, other)
         )
         return mine == others
 
     def unwatched(self, written: Iterable[str]) -> Verdict:
         """Return the verdict without watching, for a step that also writes to these variables."""
         every = tuple(sorted({*self.written, *written}))
-        return self._replace(watched=(), has_seen_zero=True, written=every)
+        return self._replace(watched=(), has_seen_rare=True, written=every)
 
     def of_number(self, key: int | str) -> Weighing:
         """Return the weighing of a number that a metric gets, or of a logged scalar."""

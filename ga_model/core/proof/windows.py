@@ -103,7 +103,9 @@ class Window(NamedTuple):
         if weighing.source == "last":
             return [0.0] * (len(self.parts) - 1) + [1.0]
         weights = [part.weight(weighing) for part in self.parts]
-        total = sum(weights) - (len(weights) - 1) * weighing.epsilon
+        counts = [float(np.asarray(weighing.count(part.seen))) for part in self.parts]
+        total = sum(counts) - (len(counts) - 1) * weighing.epsilon
+        total = max(total, weighing.least) if weighing.least else total
         return [weight / total if total else float("nan") for weight in weights]
 
 
