@@ -314,9 +314,8 @@ class Driver(ModelState):
         if logs is None:
             logs = self.updates.report(structure, amounts_before, sums.amounts)
         window.sums, self._structure = sums, first_structure or structure
+        window.known = None if known is None else (known, data)
         if window.end_batch():
-            if known is not None:
-                self._findings.examine(known, window, data, steps.step.written)
             self._update(window)
         return logs
 
@@ -338,6 +337,8 @@ class Driver(ModelState):
         Returns:
             Whether no process has batches left.
         """
+        if window.known is not None:
+            self._findings.examine(*window.known, window, self.steps.step.written)
         sums, structure, noise = window.sums, self._structure, self.measured_noise
         self._weights_watch.end(window, self._findings.has_warned)
         window.discard()

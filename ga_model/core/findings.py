@@ -108,11 +108,11 @@ class Findings:
         """Whether a warning about a step that is not exact was given."""
         return not all(known.verdict.is_exact for known in self._known.values())
 
-    def examine(self, known: Known, window: Window, data: Nest, written: set[str]) -> None:
-        """Try samples of a full window in which training showed news.
+    def examine(self, known: Known, data: Nest, window: Window, written: set[str]) -> None:
+        """Try samples of a window, full or partial, in which training showed news.
 
         Args:
-            known, data: what is known of the step that trained it, and its last batch.
+            known, data: what is known of the step that trained it, and its last microbatch.
             written: paths of the variables that the step has written to so far.
 
         Raises:

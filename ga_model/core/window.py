@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import keras
 from keras import ops
@@ -14,6 +14,9 @@ from ga_model.core.backend_types import Applied
 from ga_model.core.batch import num_rows, samples_between
 from ga_model.core.noise import Squares
 from ga_model.core.statistics import Moments
+
+if TYPE_CHECKING:
+    from ga_model.core.findings import Known
 
 
 class Amount(NamedTuple):
@@ -262,6 +265,7 @@ class Window:
         steps: batches of the open window, or of the next one.
         num_batches: batches that wait for the update.
         sums: sums of the microbatches, or None before the first.
+        known: what is known of the step after a trial, and the last microbatch, or None.
         trial_samples: samples of each microbatch for a trial, and `num_news` of the sums after it.
         unseen: its first batches, if their weights are assumed, because no trial has shown any
             gradient so far. They are repeated with the weights that a trial finds.
@@ -286,6 +290,7 @@ class Window:
         self.sums: Sums | None = None
         self.num_batches = 0
         self.applied: list[Applied] | None = None  # optimizers that the last step applied
+        self.known: tuple[Known, Nest] | None = None
         self.trial_samples: list[tuple[Nest, Scalar]] = []
         self.unseen: list[Nest] = []
         self.state: list[Tensor] = []

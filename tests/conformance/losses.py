@@ -767,6 +767,24 @@ CASES |= {
 }
 
 
+def large_at_the_end(rows):
+    x, y = dense_data(rows)
+    y[-2:, 0] = 3.0
+    return x, y
+
+
+CASES |= {
+    "depends on the largest in the last window": own(
+        lambda y, z: mean(y, z) / ops.maximum(ops.max(y), 2.0),
+        data=large_at_the_end,
+        samples=19,
+        settings=("windows",),
+        backends=("tensorflow", "jax"),  # others do not watch a loss that is a mean over samples
+        expects=DIFFERS,
+    ),
+}
+
+
 def few_positives(rows):
     """Samples, of which one in eight counts: at most one of a microbatch, and of a trial."""
     x, y = dense_data(rows)
