@@ -210,9 +210,9 @@ class EquivalenceReport(NamedTuple):
         if self.verdict != "undecided" and worst is not None:
             equal = "equal" if self.equivalent else "differ from"
             finding = (
-                f"the weights {equal} those of the full batch in plain Keras. The largest relative "
-                f"difference is {worst.difference:.1e} (1 = as large as the whole change of the "
-                f"weights), in {worst.path}, where up to {worst.tolerance:.1e} counts as equal"
+                f"the weights {equal} those of the full batch in plain Keras. Relative to its "
+                f"tolerance, {worst.path} differs most: by {worst.difference:.1e} (1 = as large as "
+                f"its whole change), where up to {worst.tolerance:.1e} counts as equal"
             )
         return f"{self.verdict.capitalize()}: after {number} with {settings}, {finding}."
 

@@ -62,7 +62,7 @@ def _differing(verdict: Verdict) -> str:
     size = ""
     if first.size < 10:
         size = f" by {first.size:.0%}" if first.size >= 0.01 else f" by {first.size:.0e}"
-    more = f", and {len(others)} more things do" if others else ""
+    more = f"; in all, {len(others) + 1} values differ" if others else ""
     return f"{first.what} differs{size}{more}"
 
 

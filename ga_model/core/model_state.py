@@ -229,9 +229,9 @@ def _skipped_message(model: str, has_shares: bool) -> str:
 def _saved_in_window_message(model: str) -> str:
     return (
         f"{model!r} was saved while a window is open: the file has the weights of the last update, "
-        "and not the gradients of the batches since then, which a training that goes on from it "
-        "will not have. Save at the end of an epoch, where no window is open, or after every "
-        "multiple of `accumulation_steps` batches, or call `close_window()` before."
+        "but not the gradients of the batches since then. Save at the end of an epoch, where no "
+        "window is open, or after every multiple of `accumulation_steps` batches, or call "
+        "`close_window()` before."
     )
 
 

@@ -68,7 +68,8 @@ def judge(results: Sequence[Result], dtype: str) -> tuple[bool, str]:
     tolerance = TOLERANCE[dtype]
     relative = [difference(r, reference) for r in others]
     is_equal = [value <= tolerance for value in relative]  # False for NaN
-    listed = ", ".join(f"{v:.1e} for {r.run.name!r}" for v, r in zip(relative, others))
+    names = [f"{r.run.name!r}{' (which must differ)' * r.run.is_control}" for r in others]
+    listed = ", ".join(f"{v:.1e} for {name}" for v, name in zip(relative, names))
     finding = (
         f"the relative difference from the {reference.run.name} is {listed}; "
         f"up to {tolerance:.0e} counts as equal in {dtype}."

@@ -294,6 +294,15 @@ def test_a_variable_is_equal_up_to_rounding(dtype, rounding, largest):
     ).is_comparable  # by rounding alone
 
 
+def test_the_heading_names_the_variable_that_is_nearest_to_its_tolerance():
+    model = compiled(seeded(stack))
+    report = check_equivalence(model, *data(), batch_size=16, microbatch_size=8, updates=1)
+    near = VariableDifference("near", "float32", 1, True, 9e-5, 0.0)
+    far = VariableDifference("far", "float32", 1, True, 1e-3, 1e-3)  # of 1e-2
+    text = str(report._replace(variables=[far, near]))
+    assert "tolerance, near differs most: by 9.0e-05 (1 = as large" in " ".join(text.split())
+
+
 def test_a_model_on_several_replicas_is_refused():
     with scope(2):
         model = compiled(seeded(stack))

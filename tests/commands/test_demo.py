@@ -102,7 +102,8 @@ def test_exit_status_tells_whether_the_big_batch_was_reproduced(monkeypatch, cap
     assert run_main(monkeypatch, made_up_results(accumulation=2e-3)) == 1
     words = " ".join(capsys.readouterr().out.split())
     assert "Not reproduced: the relative difference from the full batch is 1.0e-06 for " in words
-    assert "2.0e-03 for 'accumulation'" in words
+    assert "2.0e-03 for 'accumulation'," in words
+    assert "for 'no accumulation' (which must differ); up to 1e-03 counts as equal" in words
     assert run_main(monkeypatch, made_up_results(accumulation=1e-6), "--dtype", "float64") == 1
 
 

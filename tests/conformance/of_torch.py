@@ -359,7 +359,7 @@ def near_at_first(rows):
 CASES |= {
     "logs of numbers": step(base=LogsNumbers, settings=("windows", "both", "split", "added up")),
     "logs of batches": step(
-        {"across": Warns(r"the log '(norm|worst|most)' differs.*and 2 more things do", BUT_LOGS)},
+        {"across": Warns(r"the log '(norm|worst|most)' differs.*in all, 3 values", BUT_LOGS)},
         base=LogsOfBatches,
     ),
     "logs of gradients": step(
