@@ -187,6 +187,9 @@ class RecordedStep:
             share = 1.0 / (self._backend.num_processes * self._backend.num_replicas)
             total = _numbers.divide_or_zero(_numbers.float64(weighing.count(seen)), unit)
             total = total - shared_epsilon * _numbers.where(position.is_first, 1.0 - share, 1.0)
+            if weighing.least and not verdict.has_seen_rare:  # the divisor may have no bound
+                is_lost = weighing.is_rare(seen) & _numbers.is_not(_are_finite(gradients))
+                total = _numbers.where(is_lost, 0.0, total)
         counted = _numbers.int32(1), _numbers.int32(0)
         gradients = [_with_unit(g, total, unit) for g in gradients]
         return Sums(
@@ -282,6 +285,9 @@ def _weighed(
         numbers = value, position.is_first, count, 1.0
         return Amount._make(map(_numbers.float64, numbers))
     weight, added = (_numbers.float64(w) for w in (weighing.weight(seen), weighing.count(seen)))
+    if weighing.least:  # perhaps it is divided by the number without the bound
+        is_lost = weighing.is_rare(seen) & _numbers.is_not(ops.isfinite(value))
+        added = _numbers.where(is_lost, 0.0, added)
     numerator = _numbers.where(added == 0, 0.0, value * weight)
     rest = _numbers.where(position.is_first, added, added - weighing.epsilon)
     return Amount._make(map(_numbers.float64, (numerator, rest, count, 1.0)))
@@ -303,14 +309,17 @@ def _with_unit(gradient: Gradient, total: Scalar | None, unit: Scalar) -> Gradie
     return gradient._replace(values=values, unit=unit)
 
 
+def _are_finite(gradients: list[Gradient]) -> Scalar:
+    parts = [ops.all(ops.isfinite(values_of(g))) for g in gradients if g is not None]
+    return functools.reduce(operator.and_, parts, _numbers.int32(0) == 0)
+
+
 def _skipped(sums: Sums, unit: Scalar) -> tuple[Scalar, Sums]:
     """Return whether all gradients of a microbatch are finite, and its sums.
 
     If not, these are zero, in the unit of the window so far, which does not grow for nothing.
     """
-    values = [values_of(g) for g in sums.gradients if g is not None]
-    parts = [ops.all(ops.isfinite(v)) for v in values]
-    is_finite = functools.reduce(operator.and_, parts, _numbers.int32(0) == 0)
+    is_finite = _are_finite(sums.gradients)
     counted = keras.tree.map_structure(
         lambda v: None if v is None else _numbers.where_or_zero(is_finite, v), sums
     )

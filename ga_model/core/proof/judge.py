@@ -81,7 +81,8 @@ class Judge:
             if weighing.source in of_shapes and 0 in shares:
                 continue  # a part has samples, but a divisor of 0: the step treats few differently
             is_known = any(np.allclose(shares, other, rtol=1e-9, atol=0) for other in known_shares)
-            if np.isfinite(shares).all() and (not is_known or weighing == Weighing("samples")):
+            is_needed = weighing == Weighing("samples") or weighing.source in bounded
+            if np.isfinite(shares).all() and (not is_known or is_needed):
                 known_shares.append(shares)
                 yield weighing
         yield Weighing("sum")
