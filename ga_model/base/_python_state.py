@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -18,23 +19,25 @@ from ga_model.base._internals import layers_in, unwrapped
 inside_split_call = ThreadValue(False)
 
 
+SMALL = 65_536  # bytes of an array that is copied in each call of a layer
+
+
 class Attributes:
     """A snapshot of objects' attributes, and of the lists, dicts, sets and deques in them.
 
-    With `has_arrays`, it includes the values of NumPy arrays.
+    It includes the values of NumPy arrays, if they have at most `most_bytes`.
     """
 
-    def __init__(self, parts: Iterable[object], has_arrays: bool = False) -> None:
+    def __init__(self, parts: Iterable[object], most_bytes: int = sys.maxsize) -> None:
         self._attributes = [(part, dict(vars(part))) for part in parts]
-        present = [vars(part).values() for part, _ in self._attributes if has_arrays]
-        leaves = {id(leaf): leaf for values in present for leaf in leaves_in(values)}
-        arrays = [leaf for leaf in leaves.values() if isinstance(leaf, np.ndarray)]
-        self._arrays = [(array, array.copy()) for array in arrays if array.flags.writeable]
         self._empty: list[Collection[Any]] = []  # empty containers, as most in Keras's layers are
         contents: dict[int, tuple[Collection[Any], Collection[Any]]] = {}
+        arrays: dict[int, np.ndarray] = {}
         for _, attributes in self._attributes:
-            _collect_contents(attributes.values(), contents, self._empty)
+            _collect_contents(attributes.values(), contents, self._empty, arrays)
         self._contents = list(contents.values())
+        written = [a for a in arrays.values() if a.flags.writeable and a.nbytes <= most_bytes]
+        self._arrays = [(array, array.copy()) for array in written]
 
     def restore(self) -> None:
         """Restore the attributes and contents."""
@@ -65,12 +68,15 @@ def _collect_contents(
     values: Iterable[Any],
     contents: dict[int, tuple[Collection[Any], Collection[Any]]],
     empty: list[Collection[Any]],
+    arrays: dict[int, np.ndarray],
 ) -> None:
-    """Collect the containers in values, nested ones too, with copies of their contents.
+    """Collect the arrays and containers in values, nested ones too, with copies of the latter.
 
     A layer has dozens of attributes, so this must be cheap for each.
     """
     for wrapper in values:
+        if wrapper.__class__ is np.ndarray:
+            arrays[id(wrapper)] = wrapper
         if not _is_container(wrapper.__class__):
             continue
         value = unwrapped(wrapper)
@@ -78,7 +84,7 @@ def _collect_contents(
             empty.append(value)
         elif id(value) not in contents:
             contents[id(value)] = value, dict(value) if isinstance(value, dict) else list(value)
-            _collect_contents(_parts_of(value), contents, empty)
+            _collect_contents(_parts_of(value), contents, empty, arrays)
 
 
 def _parts_of(container: Collection[Any]) -> Collection[Any]:
@@ -111,9 +117,9 @@ class PythonState(Attributes):
     """
 
     def __init__(
-        self, layer: keras.Layer, others: Iterable[object] = (), has_arrays: bool = False
+        self, layer: keras.Layer, others: Iterable[object] = (), most_bytes: int = sys.maxsize
     ) -> None:
-        super().__init__([*layers_in(layer), *others], has_arrays)
+        super().__init__([*layers_in(layer), *others], most_bytes)
         self._random = random.getstate(), np.random.get_state()
 
     def restore(self) -> None:

@@ -226,7 +226,7 @@ class _State:
             from ga_model.backends.tensorflow.state import other_variables
 
             self._other_variables = other_variables([v for v, _ in self._start])
-        self._python = Attributes([*layers_in(model), *others_of_user(model)], has_arrays=True)
+        self._python = Attributes([*layers_in(model), *others_of_user(model)])
 
     def read(self) -> list[np.ndarray]:
         return [_value_of(v) for _, v in self.compared]

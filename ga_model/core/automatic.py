@@ -210,7 +210,7 @@ def _show(is_verbose: bool, text: str, is_last: bool) -> None:
 
 
 _LESS = (
-    "Use a smaller model or smaller samples, compute in `mixed_float16`, or stop other programs "
+    "use a smaller model or smaller samples, compute in `mixed_float16`, or stop other programs "
     "that use the device's memory"
 )
 
@@ -240,7 +240,7 @@ def _found_message(size: int, failed: int | None, was_tried: bool) -> str:
 def _no_row_message(model: str) -> str:
     return (
         'With `microbatch_size="auto"`, at least one sample must fit in memory. '
-        f"Received: {model!r}, which runs out of memory with 1 sample. {_LESS}."
+        f"Received: {model!r}, which runs out of memory with 1 sample. To train it, {_LESS}."
     )
 
 
@@ -254,9 +254,9 @@ def _halved_message(model: str, size: int, half: int) -> str:
 
 def partly_updated_message(model: str, size: int, is_own_step: bool) -> str:
     where = "in a custom `train_step`" if is_own_step else "in the update"
+    less = f"set `microbatch_size` to a smaller number, such as {size // 2}" if size > 1 else _LESS
     return (
         "A batch that runs out of memory is retried only if its update has not begun. Received: "
         f"{model!r}, out of memory {where} with {size} samples at a time; its weights may be "
-        "partly updated. Restore them from a backup or a saved model, and set `microbatch_size` to "
-        f"a smaller number, such as {max(1, size // 2)}."
+        f"partly updated. Restore them from a backup or a saved model, and {less}."
     )

@@ -14,13 +14,12 @@ from ga_model.base._context import ThreadValue, is_package_code
 from ga_model.base._identity import unique
 from ga_model.base._internals import mask_of, set_mask, value_in
 from ga_model.base._method_patch import MethodPatch
-from ga_model.base._python_state import PythonState
 from ga_model.base._types import Gradient, Logs, Nest, Scalar, Tensor
 from ga_model.core.backend_types import GROUPS, Applied, Function, GradientSums, Group, Name, State
 from ga_model.core.batch import Batch, unpack
 from ga_model.core.models import optimizers_in, recording_of_thread
 from ga_model.core.stand_ins import APPLY, SCALE_LOSS
-from ga_model.core.user_code import others_of_user
+from ga_model.core.user_code import python_state_of
 
 if TYPE_CHECKING:
     from ga_model.core.call_types import IsolatedCall, Split, Traced
@@ -280,7 +279,7 @@ class Backend(ABC):
 
     def state(self) -> State:
         """Return a snapshot of the Python state that a step may write to."""
-        return PythonState(self._model, others_of_user(self._model), has_arrays=True)
+        return python_state_of(self._model)
 
     def optimizers(self) -> list[keras.optimizers.Optimizer]:
         """Return the optimizers in the model's attributes, or their equivalents."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -15,7 +16,6 @@ from ga_model.base._types import Logs, Nest
 from ga_model.core import messages
 from ga_model.core.automatic import SizeTrials, partly_updated_message
 from ga_model.core.backend import Backend
-from ga_model.core.backend_types import Applied
 from ga_model.core.batch import Batch
 from ga_model.core.findings import Findings, FoundOtherwiseError, Known
 from ga_model.core.losses import NeedsTrialError
@@ -28,7 +28,7 @@ from ga_model.core.proof.trial import assumed_of
 from ga_model.core.snapshots import OtherVariables
 from ga_model.core.steps import Steps
 from ga_model.core.updates import Counters, Updates, count
-from ga_model.core.user_code import has_loss_of_user
+from ga_model.core.user_code import has_loss_of_user, python_state_of
 from ga_model.core.weights_watch import WeightsWatch
 from ga_model.core.window import Sums, Window
 
@@ -140,12 +140,15 @@ class Driver(ModelState):
             self._search(data, rows)
         while True:
             sums_before = None if self.window is None else self.backend.copied(self.window.sums)
+            python = None if self.backend.traces else python_state_of(model)
             try:
                 return self._attempt(data)
             except Exception as error:
                 failure = self.backend.out_of_memory(error)
                 if failure is None:
                     raise
+            if python is not None:
+                python.restore()
             if self.backend.has_updated():
                 size = min(found_size.size, rows)
                 found_size.fail(
@@ -195,7 +198,8 @@ class Driver(ModelState):
         updates_alone = not (self.accumulates() or self.settings.skip_nonfinite)
         # Keras weights all replicas equally.
         is_plain = self.backend.num_replicas == 1 or (sees_full_batch and self.has_own_step)
-        if updates_alone and (sees_full_batch or not batch.is_split) and is_plain and not is_trial:
+        is_whole = updates_alone and (sees_full_batch or not batch.is_split) and is_plain
+        if is_whole and not is_trial:
             return self.updates.whole(size or batch.rows, data)
         updates_alone = updates_alone and batch.is_split
         rows = size or batch.rows
@@ -221,7 +225,9 @@ class Driver(ModelState):
             self._hold_or_repeat(known, data)
         batch = self.backend.batch(data, None) if sees_full_batch else batch
         size = size if sees_full_batch else None
-        return self._by_microbatches(batch, size, known, is_trial)
+        # Warnings about a step that only trials record do not concern training.
+        with self.holding_back() if is_whole else contextlib.nullcontext():
+            return self._by_microbatches(batch, size, known, is_trial)
 
     def _hold_or_repeat(self, known: Known, data: Nest) -> None:
         """Hold a batch whose weights are assumed, or repeat those held, if they now are known."""
@@ -321,10 +327,7 @@ class Driver(ModelState):
 
     def _check_applied(self, structure: Structure, window: Window) -> None:
         """Raise RuntimeError if microbatches of a window apply different optimizers."""
-        before, window.applied = window.applied, structure.applied
-        if before is None or before is structure.applied:
-            return
-        if [*map(_ids_of, before)] != [*map(_ids_of, structure.applied)]:
+        if not window.applies(structure.applied):
             raise RuntimeError(messages.unlike_updates_message(self._model.name))
 
     def _update(self, window: Window, is_end: bool = False) -> bool:
@@ -390,7 +393,3 @@ class Driver(ModelState):
 def _power_of_two(number: int) -> float:
     """Return the smallest power of two >= `number`, which is >= 1."""
     return float(2 ** (number - 1).bit_length())
-
-
-def _ids_of(applied: Applied) -> tuple[int, ...]:
-    return id(applied.optimizer), *map(id, applied.variables)

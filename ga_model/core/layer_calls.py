@@ -31,7 +31,7 @@ from ga_model.base._internals import (
     value_in,
 )
 from ga_model.base._method_patch import MethodPatch
-from ga_model.base._python_state import PythonState, inside_split_call, leaves_in
+from ga_model.base._python_state import SMALL, PythonState, inside_split_call, leaves_in
 from ga_model.base._types import Nest, Scalar, Tensor
 from ga_model.core.backend import Backend
 from ga_model.core.call_types import IsolatedCall, Split, Traced
@@ -102,7 +102,7 @@ class LayerCall:
         self._variables = list(layer.variables)
         self._scope = stateless_scope()
         self._state = [value_in(self._scope, variable) for variable in self._variables]
-        self._python = PythonState(layer)
+        self._python = PythonState(layer, most_bytes=SMALL)
         self.kinds: list[str | None] = []
         self._adders: list[keras.Layer] = []
         self._written: list[int] = []  # indices of the variables that it writes to
@@ -235,7 +235,7 @@ class LayerCall:
         python_state = self._python
         try:
             with _averaging.of(normalizing), _uses_averages.set(True):
-                self._python = PythonState(self._layer)  # after patching methods
+                self._python = PythonState(self._layer, most_bytes=SMALL)  # after patching methods
                 trained = [bool(variable.trainable) for variable in self._variables]
                 trained += [True for _ in self._shared]
                 arguments = self._layer, self._fixed, self.samples

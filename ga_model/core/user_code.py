@@ -9,7 +9,7 @@ import keras
 
 from ga_model.base._identity import unique
 from ga_model.base._internals import arguments_of_loss, is_along_samples, layers_in
-from ga_model.base._python_state import leaves_in
+from ga_model.base._python_state import PythonState, leaves_in
 from ga_model.base._types import Tensor
 from ga_model.core.models import instances_in
 
@@ -90,6 +90,11 @@ def others_of_user(model: keras.Model) -> list[Any]:
                 objects.append(value)
                 queue.append(value)
     return objects
+
+
+def python_state_of(model: keras.Model) -> PythonState:
+    """Return a snapshot of what a model's code may write to, apart from variables and tensors."""
+    return PythonState(model, others_of_user(model))
 
 
 def _package(part: Any) -> str:

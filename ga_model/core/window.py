@@ -315,6 +315,13 @@ class Window:
         """Return whether the weights of all its batches are assumed, if it has any."""
         return len(self.unseen) == self.num_batches
 
+    def applies(self, applied: list[Applied]) -> bool:
+        """Record what a microbatch applies, and return whether earlier ones applied the same."""
+        before, self.applied = self.applied, applied
+        if before is None or before is applied:
+            return True
+        return [*map(_ids_of, before)] == [*map(_ids_of, applied)]
+
     def end_batch(self) -> bool:
         """Count a batch, and return whether it fills the window."""
         self.num_batches += 1
@@ -325,3 +332,7 @@ class Window:
     def is_open(self) -> bool:
         """Return whether batches wait for the update."""
         return self.num_batches > 0
+
+
+def _ids_of(applied: Applied) -> tuple[int, ...]:
+    return id(applied.optimizer), *map(id, applied.variables)

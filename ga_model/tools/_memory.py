@@ -79,6 +79,12 @@ class _Mallinfo(ctypes.Structure):
 def available_memory() -> int:
     """Return the bytes that this process may still take, within the limit of its container."""
     left = [int(psutil.virtual_memory().available)]
+    if sys.platform != "win32":
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # as set by `ulimit -v`
+        if limit != resource.RLIM_INFINITY:
+            left.append(limit - int(psutil.Process().memory_info().vms))
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -26,6 +26,7 @@ from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS, Applied, Function, Group, Name
 from ga_model.core.proof.noted import Draws, Noted
 from ga_model.core.stand_ins import SCALE_LOSS, recorded
+from ga_model.core.user_code import python_state_of
 
 if TYPE_CHECKING:
     from ga_model.core.recorder import Recording
@@ -287,11 +288,12 @@ class JaxBackend(Backend):
 
     @contextlib.contextmanager
     def restoring(self, is_own: bool) -> Iterator[None]:
-        before = dict(self._values)
+        before, python = dict(self._values), python_state_of(self._model)
         try:
             yield
         finally:
             self._values = before
+            python.restore()
 
 
 class Compiled:

@@ -35,7 +35,6 @@ from ga_model.base._internals import (
 )
 from ga_model.base._internals_tf import graph_being_made, is_branch, recording_writes
 from ga_model.base._method_patch import MethodPatch
-from ga_model.base._python_state import PythonState
 from ga_model.base._types import Gradient, Logs, Nest, Scalar
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import Applied, Function, Name, States
@@ -45,6 +44,7 @@ from ga_model.core.messages import inner_graph_message
 from ga_model.core.models import optimizers_in, unrecorded
 from ga_model.core.recorder import CannotAccumulateError, Recording
 from ga_model.core.snapshots import state_variables
+from ga_model.core.user_code import python_state_of
 from ga_model.core.window import Amount, Largest, Rows, Sums, with_values
 
 
@@ -358,7 +358,7 @@ class TensorFlowBackend(Backend):
 
     @contextlib.contextmanager
     def restoring(self, is_own: bool) -> Iterator[None]:
-        state = States(self._all_kept(is_own), PythonState(self._model))
+        state = States(self._all_kept(is_own), python_state_of(self._model))
         try:
             yield
         finally:

@@ -16,16 +16,17 @@ from ga_model.backends.torch.gradient_sums import GradientSums
 from ga_model.backends.torch.noting import Noting
 from ga_model.backends.torch.optimizers import TorchOptimizer
 from ga_model.backends.torch.process_group import Processes
-from ga_model.backends.torch.state import LeftGradients, State
+from ga_model.backends.torch.state import LeftGradients, State, Versions
 from ga_model.base._internals import raw, stateless_scope
 from ga_model.base._internals_torch import times_written
-from ga_model.base._python_state import Attributes, PythonState
+from ga_model.base._python_state import Attributes
 from ga_model.base._types import Logs, Nest
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import Applied, Function, Name, States
 from ga_model.core.call_types import Split, Traced
 from ga_model.core.models import instances_in, optimizers_in
 from ga_model.core.snapshots import state_variables
+from ga_model.core.user_code import python_state_of
 from ga_model.core.window import Sums
 
 # Texts of failed allocations whose errors have no class of their own.
@@ -48,7 +49,7 @@ class TorchBackend(Backend):
         before = vars(model).get("_accumulation")  # `compile` keeps the group
         self.set_process_group(None if before is None else before.backend.process_group)
         self._wrappers: dict[int, TorchOptimizer] = {}  # by id of the optimizer
-        self._updated: list[tuple[torch.Tensor, int]] = []  # and how often each was written to
+        self._updated = Versions([])  # of weights and slots
 
     # Processes.
 
@@ -118,7 +119,7 @@ class TorchBackend(Backend):
         tensors = list(map(raw, self._updated_variables())) if is_repeated else []
         # Scalars of optimizers are left out: users may set them.
         weights_and_slots = [t for t in tensors if t.requires_grad or t.numel() > 1]
-        self._updated = [(tensor, times_written(tensor)) for tensor in weights_and_slots]
+        self._updated = Versions(weights_and_slots)
         try:
             yield
         except BaseException:
@@ -128,7 +129,8 @@ class TorchBackend(Backend):
     def state(self) -> States:
         classes = torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
         others, left = instances_in(vars(self._model), classes), LeftGradients(self._model)
-        return States(self._kept(with_weights=True), super().state(), Attributes(others), left)
+        weights = self._kept(with_weights=True)
+        return States(weights, super().state(), Attributes(others), left, self._updated)
 
     def _kept(self, with_weights: bool = False) -> State:
         variables = state_variables(self._model, self.optimizers(), with_weights)
@@ -184,7 +186,7 @@ class TorchBackend(Backend):
     @contextlib.contextmanager
     def restoring(self, is_own: bool) -> Iterator[None]:
         model = self._model
-        state, python = self._kept(with_weights=is_own), PythonState(model)
+        state, python = self._kept(with_weights=is_own), python_state_of(model)
         try:
             yield
         finally:
@@ -195,7 +197,7 @@ class TorchBackend(Backend):
             raise ValueError(refusals.unknown_update_message(model.name))
 
     def has_updated(self) -> bool:
-        return any(times_written(tensor) != version for tensor, version in self._updated)
+        return self._updated.differ()
 
 
 def _copied(value: Any) -> Any:

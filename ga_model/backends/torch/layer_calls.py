@@ -26,7 +26,7 @@ from ga_model.backends.torch.state import (
 from ga_model.base import _numbers
 from ga_model.base._internals import layers_in, raw, saved_call_scopes, seed_ids
 from ga_model.base._internals_torch import times_written
-from ga_model.base._python_state import PythonState
+from ga_model.base._python_state import SMALL, PythonState
 from ga_model.core.call_types import Split, Traced
 from ga_model.core.proof.calls import NotByRowsError
 from ga_model.core.statistics import Moments
@@ -127,7 +127,7 @@ class Microbatches:
         shared = [*compress(fixed, in_fixed), *saved]
         sums: list[torch.Tensor | None] = [None for _ in shared]
         rows: list[list[torch.Tensor]] = [[] for _ in compress(samples, in_samples)]
-        python = PythonState(split.layer)
+        python = PythonState(split.layer, most_bytes=SMALL)
         try:
             with preserving_random_state(), without_hooks(shared):
                 for share, (carried, random) in zip(self._shares, self._starts, strict=True):

@@ -82,6 +82,22 @@ def _is_same(tensor: torch.Tensor, value: torch.Tensor) -> bool:
     return bool(is_same)
 
 
+class Versions:
+    """How often tensors were written to. What a trial writes and restores does not count."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.restore()
+
+    def restore(self) -> None:
+        """Begin to count anew, as the values of the tensors were restored."""
+        self._noted = list(map(times_written, self._tensors))
+
+    def differ(self) -> bool:
+        """Return whether any of the tensors was written to."""
+        return self._noted != list(map(times_written, self._tensors))
+
+
 class LeftGradients:
     """The gradients that steps left in `.grad`, to which the next batch adds its own."""
 
