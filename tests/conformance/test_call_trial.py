@@ -68,15 +68,8 @@ def frozen():
     return sequential((8, 8, 3), model, layers.Dense(2))
 
 
-def attention():
-    inputs = keras.Input((7, 8))
-    heads = layers.MultiHeadAttention(2, 4, dropout=0.1)(inputs, inputs, use_causal_mask=True)
-    return keras.Model(inputs, layers.LayerNormalization()(inputs + heads))
-
-
 ALONE = {
     "dense": lambda: sequential((5,), layers.Dense(4, "gelu"), layers.Dropout(0.3)),
-    "attention": attention,
     "images": lambda: sequential(
         (8, 8, 4),
         layers.Conv2D(4, 3, padding="same"),
@@ -119,16 +112,10 @@ FUNCTIONS = {
     "each sample": (lambda x: ops.logsumexp(x, axis=-1), True),
     "over a stack": (lambda x: ops.logsumexp(ops.stack([x, 2.0 * x]), axis=0), True),
     "against others": (lambda x: ops.matmul(x, ops.transpose(x)), False),
-    "padded": (lambda x: ops.pad(x, [[1, 0], [0, 0]]), False),
-    "shifted": (lambda x: ops.roll(x, 1, axis=0), False),
     "places": (lambda x: x * ops.arange(x.shape[0], dtype="float32")[:, None], False),
     "of one": (lambda x: x - x[:1], False),
-    "sorted": (lambda x: ops.sort(x, axis=0), False),
-    "sorted alone": (lambda x: ops.sort(x, axis=1), True),
     "divided by samples": (lambda x: x / x.shape[0], False),
-    "flat": (lambda x: ops.reshape(x, (-1, 2)), False),
     "flat and back": (lambda x: ops.reshape(ops.reshape(x, (-1, 2)), (-1, 4)), True),
-    "joined": (lambda x: ops.reshape(ops.transpose(x), (-1, 4)), False),
     "loop": (
         lambda x: ops.while_loop(lambda i, v: i < 3, lambda i, v: (i + 1, v * v), (0, x))[1],
         True,
@@ -138,9 +125,7 @@ FUNCTIONS = {
         False,
     ),
     "unused": (lambda x: (ops.mean(x), ops.tanh(x))[1], True),
-    "running sum": (lambda x: ops.cumsum(x, axis=0), False),
     "scattered": (lambda x: ops.scatter_update(x, [[0]], 2 * x[:1]), False),
-    "gathered": (lambda x: ops.take_along_axis(x, ops.argsort(x, axis=-1), axis=-1), True),
     "not finite": (lambda x: ops.log(-x * x), False),
     "saturated": (lambda x: ops.tanh(x - 0.5 * ops.mean(ops.relu(-x), axis=0)), False),
 }

@@ -225,25 +225,6 @@ def test_what_is_written_later_is_told_where_it_is_seen():
 # Calls of layers.
 
 
-SIZES = []
-
-
-class NotesSizes(layers.Dense):
-    def call(self, x):
-        if x.device.type != "meta":
-            SIZES.append(len(x))
-        return super().call(x)
-
-
-def test_no_layer_sees_more_samples_than_a_microbatch():
-    model = compiled(model_of(TwoViews, first=NotesSizes), None, microbatch_size=5)
-    SIZES.clear()
-    fit(model, 12, 12, epochs=2)
-    # It is tried on up to five. Then two views go forward, and back.
-    assert max(SIZES) == 5
-    assert SIZES[-24:] == [5, 5, 2] * 8
-
-
 class NetInAnObject(keras.Model):
     """Keeps its network where the model does not look for layers."""
 
