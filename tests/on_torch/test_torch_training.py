@@ -14,18 +14,12 @@ import pytest
 from helpers import ROOT, Applies, assert_close, dense_data, dense_model, seeded, sequential, told
 from keras import layers, ops
 from of_torch import Own, Step, model_of, torch
-from training import train
+from training import compiled, train
 
-from ga_model import AccumulatingModel, AccumulationScheduler, accumulate
+from ga_model import AccumulatingModel, AccumulationScheduler
 from ga_model.backends.torch import layer_calls
 from ga_model.base._python_state import PythonState
 from ga_model.core import recorder
-
-
-def compiled(make=dense_model, loss="mse", **settings):
-    model = accumulate(seeded(make), **settings)
-    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["mae"] if loss else None)
-    return model
 
 
 def fit(model, rows=4, samples=24, **kwargs):
@@ -344,8 +338,7 @@ def test_updates_of_torch_optim_are_counted():
     own = keras.callbacks.Callback()
     own.on_update_end = lambda number, logs=None: seen.append(number)
     scheduler = AccumulationScheduler(lambda number: 2 if number < 2 else 4, by="update")
-    model = accumulate(seeded(model_of(Own)), accumulation_steps=2)
-    model.compile()
+    model = compiled(model_of(Own), accumulation_steps=2)
     fit(model, samples=48, callbacks=[scheduler, own])
     assert seen == [1, 2, 3, 4]
 
