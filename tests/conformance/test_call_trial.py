@@ -68,8 +68,15 @@ def frozen():
     return sequential((8, 8, 3), model, layers.Dense(2))
 
 
+def attention():
+    inputs = keras.Input((7, 8))
+    heads = layers.MultiHeadAttention(2, 4, dropout=0.1)(inputs, inputs, use_causal_mask=True)
+    return keras.Model(inputs, layers.LayerNormalization()(inputs + heads))
+
+
 ALONE = {
     "dense": lambda: sequential((5,), layers.Dense(4, "gelu"), layers.Dropout(0.3)),
+    "attention": attention,
     "images": lambda: sequential(
         (8, 8, 4),
         layers.Conv2D(4, 3, padding="same"),
