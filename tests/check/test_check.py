@@ -1,19 +1,9 @@
-"""`check_equivalence` on models of which it is known whether they decompose.
+"""`check_equivalence` on TensorFlow: what it leaves as it was, and what it says in numbers."""
 
-`CASES` has the known truth of each model, and what has to be named as the reason. The models are
-those of the conformance suite, of which it shows the truth, and in `MODELS` those for the check.
-"""
-
-import functools
 import json
-import re
 import warnings
 
 import keras
-import losses
-import models
-import numpy as np
-import own_train_steps
 import pytest
 import tensorflow as tf
 from helpers import (
@@ -22,205 +12,16 @@ from helpers import (
     dense_data,
     scope,
     seeded,
-    sequential,
     state_of,
     told,
     values_of,
 )
 from keras import layers, ops
 from keras.src.backend.common import global_state
+from test_check_everywhere import compiled, of_the_suite, stack
 
 from ga_model import accumulate, check_equivalence
 from ga_model.check._equivalence_report import VariableDifference
-
-ROWS = 58  # of which the third window is partial, and its last batch or microbatch ragged
-
-
-def ids(*shape):
-    return np.random.default_rng(1).integers(0, 9, size=shape).astype("int32")
-
-
-def stack(*middle):
-    hidden = layers.Dense(12, activation="relu")
-    return sequential((6,), hidden, *middle, layers.Dense(2, name="head"))
-
-
-def compiled(model, optimizer="adam", loss="mse", **arguments):
-    model.compile(optimizer, loss, **arguments)
-    return model
-
-
-def of_rows(model, *args):
-    """Return a model, compiled, and its data."""
-    return compiled(model, *args), *dense_data(ROWS, 6)
-
-
-# Models that decompose.
-
-
-def transformer():
-    """With a key bias, whose gradient is zero in exact arithmetic, and with dropout."""
-    tokens = keras.Input((5,), dtype="int32")
-    h = layers.Embedding(9, 8)(tokens)
-    h = layers.LayerNormalization()(h + layers.MultiHeadAttention(2, 4, dropout=0.2)(h, h))
-    h = layers.Dropout(0.2)(layers.Dense(8, activation="gelu")(h)) + h
-    model = keras.Model(tokens, layers.Dense(9)(h))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return compiled(model, loss=loss), ids(ROWS, 5), ids(ROWS, 5)
-
-
-def recurrent():
-    lstm = layers.LSTM(4, dropout=0.2, recurrent_dropout=0.2, return_sequences=True)
-    inputs, embedding = keras.Input((5,), dtype="int32"), layers.Embedding(9, 4, mask_zero=True)
-    model, tokens = keras.Sequential([inputs, embedding, lstm, layers.Dense(2)]), ids(ROWS, 5)
-    tokens[np.arange(5) > (np.arange(ROWS) // 5 % 5)[:, None]] = 0  # uneven over microbatches
-    return compiled(model, "sgd"), tokens, dense_data(ROWS, outputs=10)[1].reshape(ROWS, 5, 2)
-
-
-def images():
-    parts = [layers.RandomFlip(), layers.GaussianNoise(0.5), layers.Conv2D(4, 3, activation="tanh")]
-    parts += [layers.GroupNormalization(2), layers.SpatialDropout2D(0.5), layers.Flatten()]
-    model = sequential((8, 8, 2), *parts, layers.AlphaDropout(0.2), layers.Dense(2))
-    x, y = dense_data(ROWS, 8 * 8 * 2)
-    return compiled(model), x.reshape(ROWS, 8, 8, 2), y
-
-
-class Masks(layers.Layer):
-    """Has a weight that is infinite and never changes, as masks of attention may be."""
-
-    def build(self, shape):
-        self.mask = self.add_weight(shape=(2,), initializer="zeros", trainable=False)
-        self.mask.assign([0.0, -np.inf])
-
-    def call(self, inputs):
-        return inputs + ops.exp(self.mask)
-
-
-# Models that do not, or of which it cannot be told.
-
-
-def of_the_hardest(y_true, y_pred):
-    """Behind a softmax that Keras's losses see through."""
-    losses = keras.losses.sparse_categorical_crossentropy(y_true[:, 0], y_pred)
-    return ops.mean(ops.top_k(losses, 2)[0])
-
-
-def hard_mining(convert=np.asarray):
-    model = compiled(stack(layers.Softmax()), loss=of_the_hardest)
-    return model, convert(dense_data(ROWS, 6)[0]), ids(ROWS, 1) % 2
-
-
-class NoiseAndStatistics(models.Draws):
-    """A layer of one's own which does more in training than draw numbers."""
-
-    def call(self, inputs, training=False):
-        if not training:
-            return inputs
-        return super().call(inputs - ops.mean(inputs, axis=0, keepdims=True))
-
-
-def unseeded():
-    return Applies(lambda x: x + tf.random.normal(tf.shape(x), dtype=x.dtype))
-
-
-def noise_on_frozen_layers():
-    """The variables that train are all moved by the noise; most of the entries do not train."""
-    frozen = layers.Dense(400, trainable=False)
-    return of_rows(sequential((6,), frozen, unseeded(), layers.Dense(2)))
-
-
-def half_precision():
-    parts = (layers.Dense(*args, dtype="mixed_float16") for args in ((64, "tanh"), (2,)))
-    return of_rows(sequential((6,), *parts), keras.optimizers.SGD(0.1))
-
-
-MODELS = {
-    "dropout": lambda: of_rows(
-        stack(layers.Dropout(0.5), layers.Dropout(0.3, noise_shape=(None, 1)))
-    ),
-    "noise and augmentation": images,
-    "transformer": transformer,
-    "recurrent": recurrent,
-    "an infinite constant": lambda: of_rows(stack(layers.Dense(2), Masks())),
-    "half precision": half_precision,
-    "hard mining": hard_mining,
-    "hard mining of sparse rows": functools.partial(hard_mining, tf.sparse.from_dense),
-    "sampling": lambda: of_rows(stack(models.Draws(1.0))),
-    "unseeded noise": lambda: of_rows(stack(unseeded())),
-    "diverging": lambda: of_rows(stack(), keras.optimizers.SGD(1e30)),
-    "nothing trains": lambda: of_rows(stack(models.Centers()), keras.optimizers.SGD(0.0)),
-    "noise on frozen layers": noise_on_frozen_layers,
-    "noise and statistics": lambda: of_rows(stack(NoiseAndStatistics(1e-3))),
-}
-
-SUITE = models.CASES | losses.CASES | own_train_steps.CASES
-STEPS = {"batch_size": 8, "accumulation_steps": 3}
-SIZE = {"batch_size": 20, "microbatch_size": 6}
-OVER_A_MICROBATCH = {**SIZE, "loss_over": "microbatch"}
-
-DIFFERS = r"the gradient of \S+ differs.*, however the parts are weighted"
-UNSEEDED = "draws random numbers without"
-OF_STEPS = """adam; dropout; noise and augmentation; recurrent; frozen batch normalization;
-an infinite constant; half precision; own train_step: mean;
-own train_step: masked mean; own train_step: sum; own train_step: GAN of one state;
-embedding with adam; own loss: sum"""
-OF_SIZE = """adam; convolution; dropout; transformer; recurrent; mean and sum; embedding with adam;
-sample weights by output; regularizers, sum; dice; own train_step: masked mean;
-own train_step: multiplier"""
-
-# The model, how it is accumulated, the verdict that is right, and what the reason must name.
-CASES = [
-    *((name, STEPS, "equivalent", None) for name in re.split(r";\s", OF_STEPS)),
-    *((name, SIZE, "equivalent", None) for name in re.split(r";\s", OF_SIZE)),
-    ("batch normalization", STEPS, "different", r"\['batch_normalization"),
-    ("own loss: contrastive", OVER_A_MICROBATCH, "different", DIFFERS),
-    ("dice", OVER_A_MICROBATCH, "different", DIFFERS),
-    ("hard mining", STEPS, "different", DIFFERS),
-    ("hard mining of sparse rows", STEPS, "different", "Different"),
-    ("own train_step: root", STEPS, "different", DIFFERS),
-    ("own train_step: gradients clipped by norm", STEPS, "different", DIFFERS),
-    ("own train_step: multiplier", STEPS, "different", r"it writes to \[.*\] into .on_update"),
-    ("mean and sum", STEPS, "different", "average over different things"),
-    ("a layer that writes to its weights", STEPS, "different", r"\['spectral_normalization'\] wri"),
-    ("own train_step: GAN", STEPS, "different", DIFFERS),
-    ("sampling", STEPS, "undecided", r"\['draws"),
-    ("unseeded noise", STEPS, "undecided", UNSEEDED),
-    ("nothing trains", STEPS, "undecided", "changes no weight"),
-    ("noise on frozen layers", STEPS, "undecided", UNSEEDED),
-    ("noise and statistics", STEPS, "undecided", r"\['noise_and_statistics"),
-    ("diverging", STEPS, "undecided", "not finite"),
-]
-
-
-def of_the_suite(name):
-    case = SUITE[name]
-    model = case.make()
-    model.compile(**case.compile())
-    return model, *case.data(ROWS)
-
-
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-@pytest.mark.parametrize(("name", "settings", "verdict", "reason"), CASES)
-def test_the_verdict_is_the_known_truth(name, settings, verdict, reason, record_property):
-    model, *data = seeded(MODELS.get(name) or functools.partial(of_the_suite, name))
-    report = check_equivalence(model, *data, **settings)
-    text = str(report)
-    told = [v for v in report.variables if v.is_comparable]
-    record_property("difference", max((v.difference for v in told), default=np.nan))
-    record_property("rounding", max((v.rounding for v in told), default=np.nan))
-    assert report.verdict == verdict, text
-    assert report.equivalent == (verdict == "equivalent")
-    assert text.startswith(verdict.capitalize())
-    if reason is None:
-        report.assert_equivalent()
-        assert "Why:" not in text
-    else:
-        assert re.search(reason, " ".join(text.split())), text
-        with pytest.raises(AssertionError, match=verdict.capitalize()):
-            report.assert_equivalent()
-
-
-# What is left as it was.
 
 
 def data():
@@ -352,8 +153,7 @@ def test_an_eager_model_that_has_trained_is_read_again():
 
     model = Counting([keras.Input((4,)), layers.Dense(2)])
     model.count = model.add_weight(name="count", initializer="zeros", trainable=False)
-    model = accumulate(model, accumulation_steps=2)
-    model.compile("sgd", "mse", run_eagerly=True)
+    compiled(accumulate(model, accumulation_steps=2), "sgd", run_eagerly=True)
     x, y = dense_data(24)
     with pytest.warns(UserWarning, match="counting/count differs"):
         model.fit(x, y, batch_size=4, verbose=0)

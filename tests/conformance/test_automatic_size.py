@@ -10,12 +10,12 @@ import warnings
 import keras
 import numpy as np
 import pytest
+import training
 from case import BACKEND
 from helpers import (
     assert_close,
     assert_equal,
     dense_data,
-    seeded,
     sequential,
     state_of,
     told,
@@ -24,7 +24,6 @@ from helpers import (
 from keras import layers, ops
 from limited_memory import Memory, limited, out_of_memory
 
-from ga_model import accumulate
 from ga_model.tools import _memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
@@ -36,9 +35,8 @@ def compiled(memory, size="auto", loss="mse", **settings):
         hidden = [first, layers.BatchNormalization(), layers.Dropout(0.3, seed=1)]
         return sequential((4,), *hidden, limited(memory), layers.Dense(2))
 
-    model = accumulate(seeded(make), microbatch_size=size, **settings)
-    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["mae"])
-    return model
+    given = {"optimizer": keras.optimizers.Adam(0.01), "metrics": ["mae"], **settings}
+    return training.compiled(make, loss, microbatch_size=size, **given)
 
 
 def fit(model, data, rows=12, **kwargs):

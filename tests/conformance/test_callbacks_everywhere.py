@@ -9,8 +9,7 @@ from case import BACKEND, PRECISION, WINDOW, rows_of
 from conftest import set_dtype
 from helpers import TOLERANCE, assert_close, dense_data, dense_model, relative_difference, seeded
 from keras import callbacks
-
-from ga_model import accumulate
+from training import assert_close_logs, compiled
 
 WAYS = {"windows": {"accumulation_steps": 3}, "split": {"microbatch_size": 4}}  # of 12 samples
 OF_LOGS = {"float64": 1e-10, "float32": 1e-5}[PRECISION]
@@ -26,10 +25,8 @@ def precision(fresh_keras):
 def train(made, settings, data=None, **of_optimizer):
     """Train a model with or without settings, with validation."""
     x, y = data or dense_data(42)  # with a window that is partial and ragged
-    model = seeded(dense_model)
-    if settings:
-        accumulate(model, **settings)
-    model.compile(keras.optimizers.Adam(0.05, **of_optimizer), "mse", metrics=["mae"])
+    optimizer = keras.optimizers.Adam(0.05, **of_optimizer)
+    model = compiled(optimizer=optimizer, metrics=["mae"], **settings)
     fit = {"epochs": 4, "shuffle": False, "verbose": 0, "callbacks": made}
     rows = rows_of(settings)
     model.fit(x[:-12], y[:-12], batch_size=rows, validation_data=(x[-12:], y[-12:]), **fit)
@@ -83,14 +80,6 @@ MADE = {
 }
 
 
-def assert_close_logs(found, expected):
-    assert list(found) == list(expected)
-    for name, values in expected.items():
-        values = np.asarray(values, "float64")
-        found_values = np.asarray(found[name], "float64")
-        np.testing.assert_allclose(found_values, values, rtol=OF_LOGS, err_msg=name)
-
-
 @every_way
 @pytest.mark.parametrize("name", MADE)
 def test_callbacks_steer_and_see_the_training_of_the_full_batch(name, way, tmp_path):
@@ -105,7 +94,7 @@ def test_callbacks_steer_and_see_the_training_of_the_full_batch(name, way, tmp_p
     start = seeded(dense_model).get_weights()
     assert_close(*models, start)
     assert models[0].history.epoch == models[1].history.epoch
-    assert_close_logs(*(model.history.history for model in models))
+    assert_close_logs(*(model.history.history for model in models), OF_LOGS, 0.0)
     assert watches[0].events == watches[1].events
     for weights, expected in zip(*(watch.weights for watch in watches), strict=True):
         assert relative_difference(weights, expected, start) <= TOLERANCE[PRECISION]
@@ -121,7 +110,7 @@ def test_callbacks_steer_and_see_the_training_of_the_full_batch(name, way, tmp_p
             lines = (path.read_text().splitlines() for path in (found, expected))
             tables = [list(csv.DictReader(table)) for table in lines]
             for rows in zip(*tables, strict=True):
-                assert_close_logs(*rows)
+                assert_close_logs(*rows, OF_LOGS, 0.0)
         else:
             saved = [keras.saving.load_model(path) for path in (found, expected)]
             assert_close(*saved, start)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from case import BACKEND, PRECISION
 from conftest import set_dtype
-from helpers import assert_changed, dense_data, dense_model, scope, seeded, told
+from helpers import assert_changed, dense_data, scope, seeded, told
 from keras import ops
 from noise import (
     DECAY,
@@ -23,6 +23,7 @@ from noise import (
     windows_of,
 )
 from own_train_steps import GANOfOneState
+from training import compiled
 
 from ga_model import AccumulatingModel, GradientNoiseScale, accumulate
 
@@ -134,9 +135,8 @@ def test_weights_are_those_of_training_without_it(name):
     """But for rounding: where PyTorch sums in `.grad`, it then sums in buffers."""
     weights = []
     for callbacks in ([], [GradientNoiseScale()]):
-        model = accumulate(seeded(dense_model), **SETTINGS[name])
+        model = compiled(optimizer="adam", **SETTINGS[name])
         start = model.get_weights()
-        model.compile("adam", "mse")
         model.fit(*dense_data(46), 8, 2, 0, callbacks, shuffle=False)
         weights.append(model.get_weights())
     assert_changed(weights[0], start)

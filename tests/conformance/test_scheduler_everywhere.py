@@ -7,11 +7,12 @@ import csv
 
 import keras
 import pytest
+import training
 from case import PRECISION
 from conftest import set_dtype
-from helpers import assert_changed, assert_close, assert_equal, dense_data, dense_model, seeded
+from helpers import assert_changed, assert_close, assert_equal, dense_data
 
-from ga_model import AccumulationScheduler, accumulate
+from ga_model import AccumulationScheduler
 
 ROWS = 4
 SCHEDULES = {"epoch": {0: 1, 1: 3, 3: 2}, "update": {0: 2, 2: 1, 5: 4, 8: 3}}
@@ -20,12 +21,8 @@ by_either = pytest.mark.parametrize("by", SCHEDULES)
 
 
 def compiled(**settings):
-    model = seeded(dense_model)
-    if settings:
-        accumulate(model, **settings)
     rate = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.8)
-    model.compile(keras.optimizers.Adam(rate), "mse")
-    return model
+    return training.compiled(optimizer=keras.optimizers.Adam(rate), **settings)
 
 
 def fit(model, *callbacks, epochs=5):

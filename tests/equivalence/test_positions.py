@@ -9,7 +9,7 @@ import tensorflow as tf
 from gradients import gradients_of
 from helpers import assert_changed, assert_close, dense_data, scope, seeded
 from keras import layers, ops
-from training import train_pair
+from training import compiled, train_pair
 
 from ga_model import GradientAccumulator, accumulate
 
@@ -138,8 +138,7 @@ def test_replicas_have_the_rows_of_plain_keras(float64):
     trained = []
     for size in (2, None):
         with scope(2):
-            model = accumulate(seeded(of_positions), microbatch_size=size)
-            model.compile(**adam())
+            model = compiled(of_positions, microbatch_size=size, **adam())
         start = model.get_weights()
         model.fit(*token_data(12), batch_size=12, epochs=2, shuffle=False, verbose=0)
         trained.append(model)

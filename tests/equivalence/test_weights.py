@@ -6,17 +6,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import dense_data, dense_model, seeded
+from helpers import dense_data, dense_model, in_the_sweep
 from models import NormalizesInPairs
+from training import compiled
 
-from ga_model import GradientAccumulator, accumulate
+from ga_model import GradientAccumulator
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_only_a_heavier_microbatch_has_sums_multiplied(jit_compile):
     """On a CPU this would read and write all sums once more. XLA does both at once."""
-    model = accumulate(seeded(dense_model), accumulation_steps=2)
-    model.compile("sgd", "mse", jit_compile=jit_compile)
+    model = compiled(accumulation_steps=2, jit_compile=jit_compile)
     graphs, trace = [], tf.__internal__.FuncGraph.__init__
 
     def noted(graph, *args, **kwargs):
@@ -71,34 +71,31 @@ class Lazy(keras.Model):
         return {"loss": loss}
 
 
+def not_built():
+    return keras.Sequential(dense_model().layers)
+
+
+@pytest.mark.every_case
 @begins_with_values
 @pytest.mark.one_device("of an optimizer that is built early")
-@pytest.mark.parametrize("settings", [{"microbatch_size": 4}, {"accumulation_steps": 3}])
-@pytest.mark.parametrize("is_built", [True, False])
-def test_an_optimizer_begins_once_with_the_values_of_the_weights(is_built, settings, float64):
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (dense_model, {"microbatch_size": 4}),
+        (Lazy, {"accumulation_steps": 3}),
+        in_the_sweep(dense_model, {"accumulation_steps": 3}),
+        in_the_sweep(not_built, {"microbatch_size": 4}),
+        in_the_sweep(not_built, {"accumulation_steps": 3}),
+    ],
+)
+def test_an_optimizer_begins_once_with_the_values_of_the_weights(make, settings, float64):
     """As eagerly. In a graph, plain Keras begins anew at every batch (seen in Keras 3.15.1)."""
-    inputs = [keras.Input((4,))] if is_built else []
     trained = []
-    for given, eager in (({}, True), (settings, False)):
-        model = seeded(lambda: keras.Sequential([*inputs, *dense_model().layers]))
-        model = accumulate(model, **given) if given else model
-        model.compile(keras.optimizers.ScheduleFreeAdamW(0.01), "mse", run_eagerly=eager)
+    for given in ({}, settings):
+        optimizer = keras.optimizers.ScheduleFreeAdamW(0.01)
+        model = compiled(make, optimizer=optimizer, run_eagerly=not given, **given)
         size = 24 // given.get("accumulation_steps", 1)
         model.fit(*dense_data(24), batch_size=size, epochs=3, shuffle=False, verbose=0)
-        trained.append(model.get_weights())
-    for weights, expected in zip(*trained, strict=True):
-        np.testing.assert_allclose(weights, expected, rtol=1e-12, atol=1e-14)
-
-
-@begins_with_values
-@pytest.mark.one_device("of an optimizer that is built early")
-def test_an_optimizer_begins_with_the_values_of_weights_that_the_first_step_makes(float64):
-    trained = []
-    for settings, size in (({}, 12), ({"accumulation_steps": 3}, 4)):
-        model = seeded(Lazy)
-        model = accumulate(model, **settings) if settings else model
-        model.compile(keras.optimizers.ScheduleFreeAdamW(0.01), run_eagerly=not settings)
-        model.fit(*dense_data(12), batch_size=size, epochs=3, shuffle=False, verbose=0)
         trained.append(model.get_weights())
     for weights, expected in zip(*trained, strict=True):
         np.testing.assert_allclose(weights, expected, rtol=1e-12, atol=1e-14)

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import training
 from conftest import set_dtype
 from helpers import (
     TOLERANCE,
@@ -27,11 +28,9 @@ from helpers import (
     dense_model,
     parts_of,
     relative_difference,
-    seeded,
     sequential,
 )
 
-from ga_model import accumulate
 from ga_model.tools._process import ProcessError, in_own_process
 
 BIG = 12  # rows of a window
@@ -143,10 +142,8 @@ def checked_model():
 
 
 def compiled(make=checked_model, loss=checked_loss, **settings):
-    model = seeded(make)
-    if settings:
-        accumulate(model, **settings)
-    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss)
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    model = training.compiled(make, loss, optimizer, **settings)
     model.optimizer.build(model.trainable_variables)
     return model
 

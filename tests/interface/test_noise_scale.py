@@ -6,10 +6,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Counting, dense_data, dense_model, seeded
+from helpers import Counting, dense_data
 from noise import SETTINGS, fit, linear_model, normal_rows
+from training import compiled
 
-from ga_model import AccumulationScheduler, GradientNoiseScale, accumulate, check_equivalence
+from ga_model import AccumulationScheduler, GradientNoiseScale, check_equivalence
 from ga_model._noise_scale import NoiseScale
 from ga_model.core.noise import Averages
 
@@ -35,8 +36,7 @@ def test_updates_that_overflow_are_left_out(name):
 
 
 def counting():
-    model = accumulate(Counting(), accumulation_steps=3)
-    model.compile("adam", "mse")
+    model = compiled(Counting, accumulation_steps=3)
     model(np.ones((1, 4)))
     model.optimizer.build(model.trainable_variables)  # TensorFlow traces twice where one is made
     return model, tf.data.Dataset.from_tensor_slices(dense_data(30)).batch(4)
@@ -95,8 +95,7 @@ def test_a_check_in_the_middle_leaves_it_on():
 
     measured = []
     for callbacks in ([], [Checks()]):
-        model = accumulate(seeded(dense_model), microbatch_size=4)
-        model.compile("sgd", "mse")
+        model = compiled(microbatch_size=4)
         noise = GradientNoiseScale()
         model.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=[noise, *callbacks])
         (scale,) = noise.noise_scales.values()

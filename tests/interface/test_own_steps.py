@@ -7,6 +7,7 @@ import tensorflow as tf
 from helpers import dense_data, dense_model
 from losses import mean
 from own_train_steps import OfObjective
+from training import compiled
 
 from ga_model import accumulate
 
@@ -27,8 +28,7 @@ class AppliesInABranch(OfObjective):
 
 
 def test_an_update_in_a_branch_of_the_steps_own_is_refused():
-    model = accumulate(AppliesInABranch(mean, [dense_model()]), accumulation_steps=3)
-    model.compile("sgd", "mse")
+    model = compiled(lambda: AppliesInABranch(mean, [dense_model()]), accumulation_steps=3)
     with pytest.raises(RuntimeError, match=r"applies one inside `tf\.cond`"):
         model.fit(*dense_data(12), batch_size=4, verbose=0)
 
@@ -74,8 +74,7 @@ def test_calls_that_cannot_be_split_run_whole_and_are_named(is_ragged):
     if is_ragged:
         x = tf.RaggedTensor.from_row_lengths(np.repeat(x, 2, 0), [1, 3] * 6)
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(12)
-    model = accumulate(OfObjective(mean, [Draws()]), microbatch_size=4)
-    model.compile("sgd")
+    model = compiled(lambda: OfObjective(mean, [Draws()]), None, microbatch_size=4)
     reasons = "it draws unseeded random numbers, by", "it takes ragged or sparse tensors"
     with pytest.warns(UserWarning, match=reasons[is_ragged]):
         model.fit(data, shuffle=False, verbose=0)

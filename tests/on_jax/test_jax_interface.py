@@ -10,6 +10,8 @@ import pytest
 from helpers import ROOT, dense_data, dense_model, run_python, seeded
 from jax import numpy as jnp
 from keras import layers, ops
+from losses import of_class
+from training import compiled
 
 from ga_model import AccumulatingModel, GradientAccumulator, accumulate
 from ga_model.base import _validate
@@ -19,10 +21,6 @@ def test_a_keras_that_is_too_old_is_refused(monkeypatch):
     monkeypatch.setattr(_validate, "_OLDEST_KERAS_ON_JAX", (99, 0))
     with pytest.raises(ImportError, match=r"needs keras>=99.0 on the JAX backend\. Received"):
         _validate.check_backend("jax")
-
-
-def of(base):
-    return seeded(lambda: base([keras.Input((4,)), *dense_model().layers]))
 
 
 class DividesInTwoWays(keras.Sequential):
@@ -35,8 +33,7 @@ class DividesInTwoWays(keras.Sequential):
 
 
 def test_a_step_that_hides_what_it_divides_by_is_told_of():
-    model = accumulate(of(DividesInTwoWays), accumulation_steps=2)
-    model.compile("sgd", None)
+    model = compiled(of_class(DividesInTwoWays), None, accumulation_steps=2)
     with pytest.warns(
         UserWarning, match="(?s)a number that its step divides by.*than in the trial"
     ):
@@ -50,8 +47,7 @@ def test_another_distribution_than_of_data_is_refused():
         keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
     )
     try:
-        model = accumulate(dense_model(), microbatch_size=2)
-        model.compile("sgd", "mse")
+        model = compiled(microbatch_size=2)
         with pytest.raises(ValueError, match="with another distribution, or"):
             model.fit(*dense_data(8), verbose=0)
     finally:
@@ -59,8 +55,7 @@ def test_another_distribution_than_of_data_is_refused():
 
 
 def test_an_own_loop_over_train_step_is_refused():
-    model = accumulate(dense_model(), accumulation_steps=2)
-    model.compile("sgd", "mse")
+    model = compiled(accumulation_steps=2)
     model.optimizer.build(model.trainable_variables)
     with pytest.raises(RuntimeError, match="by other code"):
         model.train_step(([], [], [], []), dense_data(4))
@@ -75,8 +70,7 @@ class Keeps(AccumulatingModel, keras.Sequential):
 
 def test_on_update_writes_to_variables_of_the_model_only():
     Keeps.other = keras.Variable(0.0)
-    model = of(Keeps)
-    model.compile("sgd", "mse", accumulation_steps=2)
+    model = compiled(of_class(Keeps), accumulation_steps=2)
     with pytest.raises(RuntimeError, match="writes to another variable"):
         model.fit(*dense_data(8), batch_size=4, verbose=0)
 

@@ -14,18 +14,12 @@ import pytest
 from helpers import ROOT, Applies, assert_close, dense_data, dense_model, seeded, sequential, told
 from keras import layers, ops
 from of_torch import Own, Step, model_of, torch
-from training import train
+from training import compiled, train
 
-from ga_model import AccumulatingModel, AccumulationScheduler, accumulate
+from ga_model import AccumulatingModel, AccumulationScheduler
 from ga_model.backends.torch import layer_calls
 from ga_model.base._python_state import PythonState
 from ga_model.core import recorder
-
-
-def compiled(make=dense_model, loss="mse", **settings):
-    model = accumulate(seeded(make), **settings)
-    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["mae"] if loss else None)
-    return model
 
 
 def fit(model, rows=4, samples=24, **kwargs):
@@ -225,25 +219,6 @@ def test_what_is_written_later_is_told_where_it_is_seen():
 # Calls of layers.
 
 
-SIZES = []
-
-
-class NotesSizes(layers.Dense):
-    def call(self, x):
-        if x.device.type != "meta":
-            SIZES.append(len(x))
-        return super().call(x)
-
-
-def test_no_layer_sees_more_samples_than_a_microbatch():
-    model = compiled(model_of(TwoViews, first=NotesSizes), None, microbatch_size=5)
-    SIZES.clear()
-    fit(model, 12, 12, epochs=2)
-    # It is tried on up to five. Then two views go forward, and back.
-    assert max(SIZES) == 5
-    assert SIZES[-24:] == [5, 5, 2] * 8
-
-
 class NetInAnObject(keras.Model):
     """Keeps its network where the model does not look for layers."""
 
@@ -363,8 +338,7 @@ def test_updates_of_torch_optim_are_counted():
     own = keras.callbacks.Callback()
     own.on_update_end = lambda number, logs=None: seen.append(number)
     scheduler = AccumulationScheduler(lambda number: 2 if number < 2 else 4, by="update")
-    model = accumulate(seeded(model_of(Own)), accumulation_steps=2)
-    model.compile()
+    model = compiled(model_of(Own), accumulation_steps=2)
     fit(model, samples=48, callbacks=[scheduler, own])
     assert seen == [1, 2, 3, 4]
 

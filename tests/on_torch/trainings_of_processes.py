@@ -21,6 +21,7 @@ import zoo
 from case import sgd
 from helpers import Batches, dense_data, dense_model, seeded, sequential, set_random_seed, told
 from noise import DECAY, FEATURES, averages_by_formula, linear_model, normal_rows
+from training import compiled
 
 from ga_model import GradientAccumulator, GradientNoiseScale, accumulate
 from ga_model.backends.torch import process_group
@@ -140,8 +141,7 @@ def reference(name, size):
 
 
 def fitted_plainly(make, compile_args, windows, epochs):
-    model = seeded(make)
-    model.compile(**compile_args())
+    model = compiled(make, **compile_args())
     start = model.get_weights()
     model.fit(Batches(windows), epochs=epochs, shuffle=False, verbose=0)
     return model.get_weights(), start
