@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from ga_model.base._identity import unique
-from ga_model.base._internals import arguments_of_loss, is_along_samples, layers_in
+from ga_model.base._internals import arguments_of_loss, compiled_loss, is_along_samples, layers_in
 from ga_model.base._python_state import PythonState, leaves_in
 from ga_model.base._types import Tensor
 from ga_model.core.models import instances_in
@@ -76,7 +76,8 @@ def others_of_user(model: keras.Model) -> list[Any]:
     These are its metrics and losses, and all objects of classes from the same packages that are
     reachable by attributes of the model, its layers and one another.
     """
-    losses = instances_in(getattr(model, "loss", None), keras.losses.Loss)
+    of_all = compiled_loss(model)  # has instances of losses that `compile` got as classes
+    losses = [] if of_all is None else instances_in(vars(of_all), keras.losses.Loss)
     compiled = [*losses, *(part for metric in model.metrics for part in parts_of(metric))]
     layers, objects = layers_in(model), [p for p in unique(compiled) if not is_of_library(p)]
     seen = {id(part) for part in (*layers, *objects)}

@@ -76,14 +76,32 @@ def mean_of_largest(y, y_pred):
     return ops.mean(ops.max(ops.square(y - y_pred), axis=0))
 
 
+class Fading(keras.losses.Loss):
+    """Fades from one loss to another, by calls that it counts in a number and in an array."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.number, self.array = 0, np.zeros(1, "float32")
+
+    def call(self, y, y_pred):
+        self.number += 1
+        self.array += 1
+        share = min(1.0, (self.number + float(self.array[0])) / 20)
+        errors = y - y_pred
+        return ops.mean((1 - share) * ops.square(errors) + share * ops.abs(errors), axis=-1)
+
+
+COUNTING = {"loss": Fading, "run_eagerly": True}
 SETTINGS = {
     "windows": {"accumulation_steps": 3},
     "a loss that compares samples": {"loss": mean_of_largest},
     "split": {},
     "recomputed": {"loss_over": "batch"},
+    "a loss that counts": {**COUNTING, "loss_over": "batch"},
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_training_is_that_with_the_size_as_a_number(settings):
     """The search leaves weights, averages, seeds and metrics as they were."""
@@ -114,7 +132,7 @@ REPEATED = [{}, {"accumulation_steps": 3}, {"skip_nonfinite": True}]
 if BACKEND != "jax":  # whose programs for full batches run no microbatch
     REPEATED.append({"accumulation_steps": 2, "loss_over": "batch"})
 if BACKEND == "torch":  # TensorFlow updates in the same graph, and cannot go back
-    REPEATED.append({"loss_over": "batch"})
+    REPEATED += [{"loss_over": "batch"}, {**COUNTING, "loss_over": "batch"}]
 
 
 @(pytest.mark.every_case if BACKEND == "torch" else pytest.mark.gate)
