@@ -667,6 +667,18 @@ class Fades(layers.Dense):
         return super().call(x) / (1.0 + 0.2 * self.calls)
 
 
+class FadesByAnArray(layers.Dense):
+    """Counts its calls in an array of NumPy, in place."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.calls = np.zeros(1)
+
+    def call(self, x):
+        self.calls += 1
+        return super().call(x) / (1.0 + 0.2 * float(self.calls[0]))
+
+
 class CountsAndCodes(Fades, KeepsAverage):
     """Is found after its first microbatch not to go by microbatches, and counts all the same."""
 
@@ -688,7 +700,10 @@ CASES |= {
     )
     for first, (reason, base) in WHOLE.items()
 }
-CASES["counts in Python"] = case_of(model_of(keras.Sequential, first=Fades), DIFFERS)
+CASES |= {
+    f"counts in Python, {first.__name__}": case_of(model_of(keras.Sequential, first=first), DIFFERS)
+    for first in (Fades, FadesByAnArray)
+}
 
 
 # What changes between a call and its gradient.

@@ -26,7 +26,6 @@ from ga_model.backends.tensorflow.state import State, Variables
 from ga_model.base import _numbers
 from ga_model.base._context import ThreadValue
 from ga_model.base._internals import (
-    build,
     compiled_loss,
     is_built,
     iterations_variable,
@@ -306,9 +305,7 @@ class TensorFlowBackend(Backend):
         if is_built(model, [part for part in parts if part is not None]):
             return
         if not self.traces:
-            with contextlib.suppress(Exception):  # it may have no `call`
-                build(model, data)
-            return
+            return  # variables may be created in any step
 
         left = [part for part in optimizers_in(vars(model)) if not part.built]
 
