@@ -95,7 +95,8 @@ def others_of_user(model: keras.Model) -> list[Any]:
 
 def python_state_of(model: keras.Model) -> PythonState:
     """Return a snapshot of what a model's code may write to, apart from variables and tensors."""
-    return PythonState(model, others_of_user(model))
+    of_all = compiled_loss(model)  # may make its losses in the first step
+    return PythonState(model, [*others_of_user(model), *([] if of_all is None else [of_all])])
 
 
 def _package(part: Any) -> str:

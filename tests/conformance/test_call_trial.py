@@ -319,7 +319,7 @@ if BACKEND == "torch":
         "tensor": (lambda x: x.sum() / MASK.sum(), [3.0]),
         "number": (lambda x: x.sum() / MASK.sum().item(), [3.0]),
         "count": (lambda x: x.sum() / (MASK > 0).sum(), [3.0]),
-        "bound": (lambda x: x.sum() / MASK.sum().clamp(min=1.0), [3.0, 3.0, 3.0]),
+        "bound": (lambda x: x.sum() / MASK.sum().clamp(min=1.0), [3.0, 1.0, 3.0, 3.0]),
         "largest": (
             lambda x: x.sum() / torch.maximum(MASK.sum(), torch.ones(())),
             [3.0, 1.0, 3.0, 3.0],
