@@ -254,7 +254,7 @@ def _halved_message(model: str, size: int, half: int) -> str:
 
 def partly_updated_message(model: str, size: int, is_own_step: bool) -> str:
     where = "in a custom `train_step`" if is_own_step else "in the update"
-    less = f"set `microbatch_size` to a smaller number, such as {size // 2}" if size > 1 else _LESS
+    less = "set a smaller `microbatch_size`" if size > 1 else _LESS
     return (
         "A batch that runs out of memory is retried only if its update has not begun. Received: "
         f"{model!r}, out of memory {where} with {size} samples at a time; its weights may be "

@@ -6,7 +6,7 @@ import itertools
 import keras
 import numpy as np
 import zoo
-from case import BACKEND, DIFFERS, TRIED, USUAL, Case, Refused, Warns, sgd
+from case import BACKEND, DIFFERS, TRIED, USUAL, Case, FallsShort, Refused, Warns, sgd
 from helpers import dense_data, dense_model, ruled, sequential
 from keras import layers, ops
 
@@ -783,6 +783,19 @@ CASES |= {
         expects=DIFFERS,
     ),
 }
+
+
+def beside_a_bound(y, z):
+    """Divides by the number itself, but logs something that is divided by its bound."""
+    return 0.0 * ops.maximum(number(y), 1.0) + of_some(y, z) / number(y)
+
+
+NOT_KNOWN = FallsShort("false alarm", "with or without the bound, until a microbatch is empty")
+CASES["empty later: beside a bound"] = empty_later(
+    beside_a_bound,
+    settings=("windows",),
+    falls_short={"torch": NOT_KNOWN, "tensorflow": NOT_KNOWN},
+)
 
 
 def few_positives(rows):
