@@ -374,7 +374,7 @@ def test_the_command_checks_a_script(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "Why: BatchNormalization" in said
     assert "rounding alone" in said
-    assert "(1 = as large as the whole change of the weights)" in " ".join(said.split())
+    assert "(1 = as large as its whole change)" in " ".join(said.split())
     assert main(command("make_still")) == 3
     assert capsys.readouterr().out.startswith("Undecided")
     status = main(command("make", "--dtype", "float64", "--table"))
