@@ -26,6 +26,7 @@ from ga_model.backends.tensorflow.state import State, Variables
 from ga_model.base import _numbers
 from ga_model.base._context import ThreadValue
 from ga_model.base._internals import (
+    build,
     compiled_loss,
     is_built,
     iterations_variable,
@@ -305,7 +306,9 @@ class TensorFlowBackend(Backend):
         if is_built(model, [part for part in parts if part is not None]):
             return
         if not self.traces:
-            return  # variables may be created in any step
+            with contextlib.suppress(Exception):  # it may have no `call`
+                build(model, data)
+            return
 
         left = [part for part in optimizers_in(vars(model)) if not part.built]
 
