@@ -15,7 +15,7 @@ from ga_model.backends.tensorflow.compiled import (
     AnySamples,
     Compiled,
     HeldSums,
-    key_of_nest,
+    key_of,
     nothing,
     tensors_in,
 )
@@ -143,7 +143,7 @@ class TensorFlowBackend(Backend):
         return tf.constant(value, tf.float64)
 
     def key_of(self, arguments: tuple[Nest, ...]) -> Hashable:
-        keys = tuple(map(key_of_nest, self.per_replica(tensors_in(arguments))))
+        keys = tuple(map(key_of, self.per_replica(tensors_in(arguments))))
         return keys, len(self._model.trainable_variables)
 
     def per_replica(self, nest: Nest) -> list[Nest]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
+import optree
 import tensorflow as tf
 
 from ga_model.base import _numbers
@@ -111,7 +112,7 @@ class Compiled:
 
     def _traced_for(self, each: list[tuple[Nest, ...]]) -> tf.types.experimental.ConcreteFunction:
         """Return the trace for the arguments of each replica, or of the only one."""
-        key = tuple(key_of_nest(arguments) for arguments in each)
+        key = tuple(key_of(arguments) for arguments in each)
         if key not in self._traced:
             of_each = [tuple(map(_specs_of, arguments)) for arguments in each]
             specs = of_each[0] if self._backend.replicas is None else of_each
@@ -205,21 +206,24 @@ def _spec(leaf: Tensor | None, is_any: bool) -> tf.TypeSpec | None:
     return type(spec)(shape, leaf.dtype)
 
 
-def key_of_nest(nest: Nest, is_any: bool = False) -> Hashable:
-    """Return a key for the structure, shapes and dtypes of a nest of tensors and None.
+def key_of(arguments: tuple[Nest, ...]) -> Hashable:
+    """Return a key for the structure, shapes and dtypes of arguments: nests of tensors and None.
 
-    With `is_any`, it is the same for any number of samples.
+    That of `AnySamples` is the same for any number of samples.
     """
-    if isinstance(nest, tf.Tensor):
-        shape = shape_of(nest)
-        return shape[1:] if is_any and shape else shape, nest.dtype
-    if isinstance(nest, AnySamples):
-        return AnySamples, key_of_nest(nest.data, True)
-    if isinstance(nest, Mapping):
-        return tuple((key, key_of_nest(nest[key], is_any)) for key in sorted(nest))
-    if isinstance(nest, (tuple, list)):
-        return tuple(key_of_nest(part, is_any) for part in nest)
-    return _spec(nest, is_any)
+    keys = []
+    for argument in arguments:
+        leaves, structure = optree.tree_flatten(argument, none_is_leaf=True)
+        is_any = isinstance(argument, AnySamples)
+        keys.append((structure, *[_key_of_leaf(leaf, is_any) for leaf in leaves]))
+    return tuple(keys)
+
+
+def _key_of_leaf(leaf: Tensor | None, is_any: bool) -> Hashable:
+    if not isinstance(leaf, tf.Tensor):
+        return _spec(leaf, is_any)
+    shape = shape_of(leaf)
+    return shape[1:] if is_any and shape else shape, leaf.dtype
 
 
 def tensors_in(nest: Nest) -> Nest:
