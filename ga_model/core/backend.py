@@ -265,8 +265,8 @@ class Backend(ABC):
         """Apply an optimizer as the step did, to gradients of its variables: tensors or None."""
         applied.reapply(gradients)
 
-    def joined(self, rows: Sequence[Rows], unit: Scalar) -> Rows:
-        """Return all rows of a window as one sparse gradient in a unit."""
+    def joined(self, rows: Sequence[Rows], unit: Scalar, total: Scalar | None = None) -> Rows:
+        """Return all rows of a window as one sparse gradient in a unit, or its mean by a total."""
         raise NotImplementedError
 
     def gradient_sums(self, totals: Sequence[Gradient] | None) -> GradientSums | None:

@@ -349,6 +349,7 @@ class Driver(ModelState):
         sums, is_end = self.backend.exchange_sums(applied, sums, noise is not None, is_end)
         if sums is None or structure is None:
             return is_end
+        sums = self.updates.bounded(structure, sums)
         if noise is not None and sums.squares:
             self.updates.measure(structure, noise, sums)
         self.updates.check_scale(structure, sums)

@@ -125,7 +125,7 @@ class Updates:
     def _measure(
         self, structure: Structure, before: list[Tensor], decay: Scalar, sums: Sums
     ) -> list[Tensor]:
-        sums, after = self._bounded(structure, sums), []
+        after = []
         total = _numbers.where(sums.total == 0, 1.0, sums.total)
         weight = sums.total * sums.unit * self._backend.num_replicas
         gradients, divisor = self._backend.gradients_over_replicas(sums.gradients, total)
@@ -154,24 +154,28 @@ class Updates:
             ["trainable", "non_trainable", "optimizer"],
             updates=["trainable", "optimizer"],
         )
-        gradients = [self._joined(g, sums.unit) for g in sums.gradients]
+        gradients = [self._joined(g, sums.unit, sums.total) for g in sums.gradients]
         others = sums._replace(gradients=[], amounts=[], squares=())
         counted: Counters = update(gradients, others, counters)
         return counted
 
-    def _joined(self, gradient: Gradient, unit: Scalar) -> Gradient:
-        """Return a gradient of a window; for a sparse one, join all of its rows in one unit."""
-        return self._backend.joined(gradient, unit) if is_list(gradient) else gradient
+    def _joined(self, gradient: Gradient, unit: Scalar, total: Scalar | None = None) -> Gradient:
+        """Return a gradient of a window; for a sparse one, all of its rows as by `joined`."""
+        return self._backend.joined(gradient, unit, total) if is_list(gradient) else gradient
 
-    def _bounded(self, structure: Structure, sums: Sums) -> Sums:
+    def bounded(self, structure: Structure, sums: Sums) -> Sums:
         """Return the sums of a window with a bounded total. Keras divides losses by replicas."""
-        return sums.at_least(structure.bounds[0] / self._backend.num_replicas)
+        if not structure.bounds[0]:
+            return sums
+        least = structure.bounds[0] / self._backend.num_replicas
+        bound = self._backend.compiled(("bound", least), lambda sums: sums.at_least(least), [])
+        bounded: Sums = bound(sums._replace(gradients=[], amounts=[]))
+        return bounded._replace(gradients=sums.gradients, amounts=sums.amounts)
 
     def _update(
         self, structure: Structure, sums: list[Gradient], others: Sums, counters: Counters
     ) -> Counters:
         variables = [v for a in structure.applied for v in a.variables]
-        others = self._bounded(structure, others)
         gradients = iter(others._replace(gradients=sums).mean(variables))
         with self._checking():
             for applied in structure.applied:
@@ -200,7 +204,6 @@ class Updates:
             return
         paths = [v.path for a in structure.applied for v in a.variables if overwrites(v)]
         for replica_sums in self._backend.per_replica(sums) if paths else ():
-            replica_sums = self._bounded(structure, replica_sums)
             total = 1.0 if replica_sums.total is None else float(replica_sums.total)
             if total and abs(total - 1.0) > 1e-6:
                 self._model._warn_once(messages.rescaled_message(paths))

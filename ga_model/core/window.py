@@ -55,12 +55,12 @@ class Rows(NamedTuple):
     Attributes:
         values: values of the rows, in `unit`.
         indices: indices of the rows in the table.
-        unit: see `Sums`.
+        unit: see `Sums`; None for the mean of a window.
     """
 
     values: Tensor
     indices: Tensor
-    unit: Scalar
+    unit: Scalar | None
 
 
 class Positions(Rows):
@@ -190,12 +190,14 @@ class Sums(NamedTuple):
 
         They are zero in a window of weight 0, as in plain Keras.
         """
-        divisor: Scalar = 1.0
-        if self.total is not None:
-            divisor = _numbers.where(self.total == 0, 1.0, self.total)
+        total = self.total
+        divisor = None if total is None else _numbers.where(total == 0, 1.0, total)
 
         def mean(gradient: Gradient, dtype: str) -> Gradient:
-            return with_values(gradient, lambda v: ops.cast(_numbers.divided(v, divisor), dtype))
+            is_mean = divisor is None or (isinstance(gradient, Rows) and gradient.unit is None)
+            return with_values(
+                gradient, lambda v: ops.cast(v if is_mean else _numbers.divided(v, divisor), dtype)
+            )
 
         return [mean(g, v.dtype) for g, v in zip(self.gradients, variables)]
 

@@ -269,10 +269,10 @@ class TensorFlowBackend(Backend):
 
     apply = staticmethod(optimizers.apply)
 
-    def joined(self, rows: Sequence[Rows], unit: Scalar) -> Rows:
+    def joined(self, rows: Sequence[Rows], unit: Scalar, total: Scalar | None = None) -> Rows:
         if (shared := self.replicas) is None or shared.is_inside():
-            return sparse.joined(rows, unit)
-        each = shared.per_replica((rows, unit))
+            return sparse.joined(rows, unit, total)
+        each = shared.per_replica((rows, unit, total))
         return cast(Rows, shared.on_devices(lambda arguments: sparse.joined(*arguments), each))
 
     @contextlib.contextmanager

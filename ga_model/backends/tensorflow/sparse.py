@@ -39,14 +39,20 @@ def _counts_up(indices: tf.Tensor) -> bool:
     return number > 1 and bool(tf.reduce_all(indices == tf.range(number, dtype=indices.dtype)))
 
 
-def joined(rows: Sequence[Rows], unit: Scalar) -> Rows:
-    """Return all rows of a window as one sparse gradient in a unit."""
+def joined(rows: Sequence[Rows], unit: Scalar, total: Scalar | None = None) -> Rows:
+    """Return all rows of a window as one sparse gradient in a unit, or its mean by a total.
+
+    The rows of a window are large, so there is one pass to multiply them, and one to join them.
+    """
     factors = shrinkage(tf.stack([part.unit for part in rows]), unit)
+    if total is not None:
+        factors = factors / tf.where(total == 0, tf.ones_like(total), total)
     factors = tf.unstack(_numbers.like(rows[0].values, factors))
     values = [part.values * factor for part, factor in zip(rows, factors)]
     indices = [part.indices for part in rows]
     if all(isinstance(part, Positions) for part in rows):
         values, indices = _once(values, indices)
+    unit = unit if total is None else None
     return Rows(tf.concat(values, 0), tf.concat(indices, 0), unit)
 
 
