@@ -300,13 +300,11 @@ def _required(totals: list[Scalar] | None) -> list[Scalar]:
 
 
 def _with_unit(gradient: Gradient, total: Scalar | None, unit: Scalar) -> Gradient:
-    """Return a sparse gradient with its unit, and zeros if the microbatch does not count."""
+    """Return a sparse gradient with its unit, which is zero if the microbatch does not count."""
     if not isinstance(gradient, Rows):
         return gradient
-    values = gradient.values
-    if total is not None:
-        values = _numbers.where_or_zero(total != 0, values)  # values may be NaN
-    return gradient._replace(values=values, unit=unit)
+    counts = True if total is None else total != 0
+    return gradient._replace(unit=_numbers.where(counts, unit, 0.0))
 
 
 def _are_finite(gradients: list[Gradient]) -> Scalar:

@@ -55,7 +55,8 @@ class Rows(NamedTuple):
     Attributes:
         values: values of the rows, in `unit`.
         indices: indices of the rows in the table.
-        unit: see `Sums`; None for the mean of a window.
+        unit: see `Sums`; zero if the microbatch does not count, so that values may be NaN; None for
+            the mean of a window.
     """
 
     values: Tensor

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from ga_model.base import _numbers
 from ga_model.base._types import Scalar
-from ga_model.core.window import Positions, Rows, shrinkage
+from ga_model.core.window import Positions, Rows
 
 
 class Tables:
@@ -44,11 +44,10 @@ def joined(rows: Sequence[Rows], unit: Scalar, total: Scalar | None = None) -> R
 
     The rows of a window are large, so there is one pass to multiply them, and one to join them.
     """
-    factors = shrinkage(tf.stack([part.unit for part in rows]), unit)
-    if total is not None:
-        factors = factors / tf.where(total == 0, tf.ones_like(total), total)
+    divisor = unit if total is None else unit * tf.where(total == 0, tf.ones_like(total), total)
+    factors = tf.math.divide_no_nan(tf.stack([part.unit for part in rows]), divisor)
     factors = tf.unstack(_numbers.like(rows[0].values, factors))
-    values = [part.values * factor for part, factor in zip(rows, factors)]
+    values = [tf.math.multiply_no_nan(part.values, f) for part, f in zip(rows, factors)]
     indices = [part.indices for part in rows]
     if all(isinstance(part, Positions) for part in rows):
         values, indices = _once(values, indices)
