@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeAlias
+from weakref import WeakKeyDictionary
 
 import keras
 import tensorflow as tf
@@ -214,25 +215,44 @@ def recording_writes(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Varia
 # Data.
 
 
+class DenseElements:
+    """The elements of a dataset's iterator of dense tensors, in a third of the time of `next`."""
+
+    def __init__(self, iterator: OwnedIterator, specs: list[tf.TensorSpec]) -> None:
+        self._spec = iterator.element_spec
+        # Of some dictionaries, Keras has another order.
+        has_same_order = [*map(id, keras.tree.flatten(self._spec))] == [*map(id, specs)]
+        self._pack = (keras.tree if has_same_order else nest).pack_sequence_as
+        self._arguments = (
+            iterator._iterator_resource,
+            iterator._flat_output_types,
+            iterator._flat_output_shapes,
+        )
+
+    def __iter__(self) -> Iterator[Nest]:
+        return self
+
+    def __next__(self) -> Nest:
+        try:
+            tensors = gen_dataset_ops.iterator_get_next(*self._arguments)
+        except tf.errors.OutOfRangeError:
+            raise StopIteration from None
+        return self._pack(self._spec, tensors)
+
+
+_elements: WeakKeyDictionary[Iterator[Nest], DenseElements] = WeakKeyDictionary()
+
+
 def elements_of(iterator: Iterator[Nest]) -> Iterator[Nest]:
-    """Yield what is left of an iterator. Dense elements take a third of the time of `next`."""
-    spec = getattr(iterator, "element_spec", None)
-    specs = nest.flatten(spec)
+    """Return an iterator of what is left of an iterator, which is faster if it can be."""
+    if iterator in _elements:
+        return _elements[iterator]
+    specs = nest.flatten(getattr(iterator, "element_spec", None))
     is_dense = all(isinstance(leaf, tf.TensorSpec) for leaf in specs)
     if not (is_dense and isinstance(iterator, OwnedIterator)):
-        yield from iterator
-        return
-    # Of some dictionaries, Keras has another order.
-    has_same_order = [*map(id, keras.tree.flatten(spec))] == [*map(id, specs)]
-    pack = keras.tree if has_same_order else nest
-    resource = iterator._iterator_resource
-    attributes = iterator._flat_output_types, iterator._flat_output_shapes
-    while True:
-        try:
-            tensors = gen_dataset_ops.iterator_get_next(resource, *attributes)
-        except tf.errors.OutOfRangeError:
-            return
-        yield pack.pack_sequence_as(spec, tensors)
+        return iterator
+    _elements[iterator] = DenseElements(iterator, specs)
+    return _elements[iterator]
 
 
 # Replicas.
