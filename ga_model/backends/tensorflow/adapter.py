@@ -41,7 +41,7 @@ from ga_model.core.backend_types import Applied, Function, Name, States
 from ga_model.core.batch import Batch
 from ga_model.core.call_types import Split, Traced
 from ga_model.core.messages import inner_graph_message
-from ga_model.core.models import optimizers_in, unrecorded
+from ga_model.core.models import is_of_keras, optimizers_in, unrecorded
 from ga_model.core.recorder import CannotAccumulateError, Recording
 from ga_model.core.snapshots import state_variables
 from ga_model.core.user_code import python_state_of
@@ -278,7 +278,8 @@ class TensorFlowBackend(Backend):
     @contextlib.contextmanager
     def keeping_state(self) -> Iterator[None]:
         if self._kept is None or not self.traces:
-            self._kept = state_variables(self._model, self.optimizers())
+            is_own = not is_of_keras(self._model, "train_step")  # others write to these in updates
+            self._kept = state_variables(self._model, self.optimizers() if is_own else ())
         state, self._has_updated = State(self._model, self._kept), False
         try:
             yield
