@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
+from types import NoneType
 from typing import Any, NoReturn, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -52,9 +53,17 @@ def value_of(variable: tf.Variable) -> tf.Tensor:
     return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
 
-def shape_of(tensor: tf.Tensor) -> tuple[int | None, ...] | None:
-    """Return the shape of a tensor, None if the rank is unknown, in a fifth of `shape`'s time."""
-    return tensor._shape_tuple()  # type: ignore[no-any-return]
+def are_eager_or_none(values: Sequence[Any]) -> bool:
+    """Return whether all values are eager tensors or None. `isinstance` takes ten times as long."""
+    return {*map(type, values)} <= {ops.EagerTensor, NoneType}
+
+
+def shape_and_dtype(tensor: tf.Tensor) -> tuple[tuple[int | None, ...] | None, int]:
+    """Return a tensor's shape, None if the rank is unknown, and the number of its dtype.
+
+    This takes a fifth of the time of `shape` and `dtype`.
+    """
+    return tensor._shape_tuple(), tensor._datatype_enum()
 
 
 def are_watched_by_tape(tensors: Sequence[tf.Tensor]) -> bool:

@@ -11,7 +11,12 @@ import tensorflow as tf
 
 from ga_model.base import _numbers
 from ga_model.base._context import ThreadValue
-from ga_model.base._internals_tf import call_flat, shape_of, value_of
+from ga_model.base._internals_tf import (
+    are_eager_or_none,
+    call_flat,
+    shape_and_dtype,
+    value_of,
+)
 from ga_model.base._types import Gradient, Logs, Nest, Tensor
 
 if TYPE_CHECKING:
@@ -56,29 +61,31 @@ class Compiled:
     def __call__(self, *arguments: Nest) -> Nest:
         if self._holds:
             return self._run_on_held(*arguments)
-        tensors, shared = tensors_in(arguments), self._backend.replicas
+        shared = self._backend.replicas
         if not tf.executing_eagerly():
-            return (self._run if shared is None else self._call)(*tensors)
+            return (self._run if shared is None else self._call)(*tensors_in(arguments))
         if shared is None:
-            return self._run_on(tensors)
-        each = shared.per_replica(tensors)
+            return self._run_on(arguments)
+        each = shared.per_replica(tensors_in(arguments))
         plain = [tuple(map(_plain, arguments)) for arguments in each]
         return shared.together(self._traced_for(each)(*plain))
 
     def _run_on_held(self, sums: list[Gradient], *others: Nest) -> tuple[Sums, Logs]:
         held = self._backend.held.hold(sums)
         unheld = [None if isinstance(value, tf.Variable) else value for value in held]
-        arguments = tensors_in((unheld, *others))
         with self._backend.held.present.set(held):
-            after, logs = self._run_on(arguments)
+            after, logs = self._run_on((unheld, *others))
         pairs = zip(held, after.gradients)
         return after._replace(gradients=[v if g is None else g for v, g in pairs]), logs
 
     def _run_on(self, arguments: tuple[Nest, ...]) -> Nest:
+        leaves = tf.nest.flatten(arguments)
+        if not are_eager_or_none(leaves):
+            arguments = tensors_in(arguments)
+            leaves = tf.nest.flatten(arguments)
         traced = self._traced_for([arguments])
-        leaves = [leaf for leaf in tf.nest.flatten(arguments) if leaf is not None]
-        if all(isinstance(leaf, tf.Tensor) for leaf in leaves):
-            return call_flat(traced, leaves)
+        if are_eager_or_none(leaves):
+            return call_flat(traced, [leaf for leaf in leaves if leaf is not None])
         return traced(*map(_plain, arguments))
 
     def shapes(self, arguments: tuple[Nest, ...]) -> Nest:
@@ -222,13 +229,13 @@ def key_of(arguments: tuple[Nest, ...]) -> Hashable:
 def _key_of_leaf(leaf: Tensor | None, is_any: bool) -> Hashable:
     if not isinstance(leaf, tf.Tensor):
         return _spec(leaf, is_any)
-    shape = shape_of(leaf)
-    return shape[1:] if is_any and shape else shape, leaf.dtype
+    shape, dtype = shape_and_dtype(leaf)
+    return shape[1:] if is_any and shape else shape, dtype
 
 
 def tensors_in(nest: Nest) -> Nest:
     """Return a nest with numbers as tensors, as each new number would need its own trace."""
-    if all(leaf is None or isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(nest)):
+    if are_eager_or_none(tf.nest.flatten(nest)):
         return nest
     if type(nest) in (tuple, list):  # `map_structure` is slow
         return type(nest)(map(tensors_in, nest))
