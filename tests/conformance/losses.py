@@ -386,6 +386,14 @@ def some_classes(rows):
     return dense_data(rows)[0], np.where(np.arange(rows) % 5 < 2, -1, y)
 
 
+def balanced(y_true, y_pred):
+    """Weighs each class by how rare it is in the batch. Of one class, that is the mean."""
+    classes = ops.one_hot(ops.reshape(ops.cast(y_true, "int32"), (-1,)), 3, dtype=y_pred.dtype)
+    numbers = ops.sum(classes * ops.sum(classes, axis=0), axis=-1)
+    likelihoods = ops.sum(classes * ops.log_softmax(y_pred), axis=-1)
+    return -ops.mean(likelihoods / numbers) * ops.cast(ops.shape(y_pred)[0], y_pred.dtype)
+
+
 class SumOfMeans(keras.losses.Loss):
     """A mean over samples, of which Keras takes the sum."""
 
@@ -518,6 +526,12 @@ CASES |= {
         mixture,
         make=functools.partial(dense_model, outputs=6),
         data=some_classes,
+    ),
+    "own loss: of balanced classes": own(
+        balanced,
+        make=functools.partial(dense_model, outputs=3),
+        data=classes,
+        expects=DIFFERS,
     ),
     "own loss: a root of Keras's number": calls(
         lambda k, *given: ops.sqrt(k(*given)), expects=DIFFERS

@@ -161,7 +161,10 @@ def _altered(array: np.ndarray, number: int, generator: np.random.Generator) -> 
         size = float(np.sqrt(np.mean(np.square(array)))) or 1.0
         new = new * (1 + 0.3 * noise[0]) + size * noise[1]
         new[::2] *= -1  # so that samples are on both sides of a threshold
-    elif new.dtype.kind in "iub" and rows < 3 and new.ndim > 1:  # ids, or masks
+    elif new.dtype.kind in "iub" and rows < 3 and new.size == more:  # a label, or a length
+        other = np.where(new > 0, new // 2, new == 0)  # a label that exists
+        new = np.where(generator.random(new.shape) < 0.5, other, new)
+    elif new.dtype.kind in "iub" and rows < 3:  # ids, or masks
         new = generator.permuted(new, axis=-1)
         share = generator.uniform(0.0, 0.6, (more, *[1] * (new.ndim - 1)))
         new = np.where(generator.random(new.shape) < share, np.zeros_like(new), new)
