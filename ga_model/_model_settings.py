@@ -108,12 +108,12 @@ class ModelSettings:
         """Whether your own code is tried before it trains. True by default.
 
         In the trial, your `train_step`, `compute_loss`, losses, layers and metrics run on samples
-        of the first batch (half of a microbatch, but at least 7), at once and in parts, and
-        the model is restored afterwards. If they do not train exactly, a warning names what
-        differs. Models that consist of Keras's own classes are not tried. With False, your losses,
-        and the gradients of your step, are assumed to be means over samples, and one warning says
-        so. With `microbatch_size` and `loss_over="auto"`, your own step then always sees the full
-        batch, which is exact.
+        of the first batch (half of a microbatch, but at least 7; of a model with more than 5
+        million values, 7), at once and in parts, and the model is restored afterwards. If they do
+        not train exactly, a warning names what differs. Models that consist of Keras's own classes
+        are not tried. With False, your losses, and the gradients of your step, are assumed to be
+        means over samples, and one warning says so. With `microbatch_size` and `loss_over="auto"`,
+        your own step then always sees the full batch, which is exact.
         """
         return self._accumulation.settings.verify
 

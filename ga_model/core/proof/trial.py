@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,7 +12,6 @@ import numpy as np
 
 from ga_model.base._internals import forgetting_losses
 from ga_model.base._types import Nest
-from ga_model.core.backend import Backend
 from ga_model.core.backend_types import States
 from ga_model.core.batch import num_rows
 from ga_model.core.losses import Kinds
@@ -20,18 +20,20 @@ from ga_model.core.proof.runner import Step, StepRunner
 from ga_model.core.proof.samples import joined, samples_for_trial, shapes_of
 from ga_model.core.proof.verdict import Difference, Verdict
 from ga_model.core.proof.weighing import Weighing
-from ga_model.core.proof.windows import Cuts, Window, windows
+from ga_model.core.proof.windows import LARGE, Cuts, Window, windows
 from ga_model.core.recorder import CannotAccumulateError
 from ga_model.core.snapshots import OtherVariables
 
 
-def _cuts(backend: Backend, rows: int) -> Cuts:
+def _cuts(step: Step, rows: int) -> Cuts:
     """Return the ways to cut windows of half a microbatch, at least seven samples.
 
-    Where functions are traced, parts are equal, as each number of samples needs its own program.
+    Of large models, each sample takes long, so there are seven. Where functions are traced, parts
+    are equal, as each number of samples needs its own program.
     """
-    size = max((rows + 5) // 14, 1)
-    if backend.traces:
+    is_large = sum(math.prod(variable.shape) for variable in step.model.variables) > LARGE
+    size = 1 if is_large else max((rows + 5) // 14, 1)
+    if step.backend.traces:
         return ((size,) * 7,)
     return (4 * size, 3 * size), (6, 1), (3, 4), (1, 6)
 
@@ -67,7 +69,7 @@ def of_step(
                 break
         return verdict, error
 
-    verdict, error = attempt(cuts := _cuts(backend, min(rows, int(num_rows(data)))))
+    verdict, error = attempt(cuts := _cuts(step, min(rows, int(num_rows(data)))))
     if error is None:
         return verdict, None
     if backend.retraces_after(error):
