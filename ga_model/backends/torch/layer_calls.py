@@ -19,26 +19,31 @@ from ga_model.backends.torch import refusals
 from ga_model.backends.torch.call_hooks import without_hooks
 from ga_model.backends.torch.state import (
     TensorSnapshot,
+    modules_in,
     preserving_random_state,
     random_state,
     set_random_state,
 )
 from ga_model.base import _numbers
-from ga_model.base._internals import layers_in, raw, saved_call_scopes, seed_ids
+from ga_model.base._internals import layers_in, saved_call_scopes, seed_ids
 from ga_model.base._internals_torch import times_written
 from ga_model.base._python_state import SMALL, PythonState
 from ga_model.core.call_types import Split, Traced
 from ga_model.core.proof.calls import NotByRowsError
 from ga_model.core.statistics import Moments
 
+# Modules whose calls read variables of Keras, which have their values in a scope.
+_READING_VARIABLES = (keras.Layer, torch.nn.ParameterDict)
+
 
 class Microbatches:
     """Runs the function of a `Split` by microbatches."""
 
     def __init__(self, split: Split) -> None:
-        tensors = [*split.fixed, *split.samples]
-        if not all(map(torch.is_tensor, tensors)):
+        if not all(map(torch.is_tensor, (*split.fixed, *split.samples))):
             raise NotByRowsError("it takes something that is no tensor of PyTorch")
+        split = split._replace(fixed=_with_copies(split))
+        tensors = [*split.fixed, *split.samples]
         self._split, self._rows = split, len(split.samples[0])
         starts = range(0, self._rows, split.size)[: split.most]
         self._shares = [slice(start, min(start + split.size, self._rows)) for start in starts]
@@ -228,7 +233,24 @@ def _expected_unchanged(split: Split) -> list[tuple[str, torch.Tensor]]:
     changing |= {id(v) for part in normal for v in part.non_trainable_variables}
     variables = split.layer.variables
     found = [("an input", t) for t in (*split.samples, *split.fixed[len(variables) :])]
-    return found + [(v.path, raw(v)) for v in variables if id(v) not in changing]
+    pairs = zip(variables, split.fixed)
+    return found + [(v.path, t) for v, t in pairs if id(v) not in changing]
+
+
+def _with_copies(split: Split) -> list[torch.Tensor]:
+    """Return `fixed` with copies of small variables that are not trained, which user code may
+    write to before the second pass. Modules of PyTorch read theirs themselves.
+    """
+    modules = [m for m in modules_in(split.layer) if not isinstance(m, _READING_VARIABLES)]
+    excluded = {id(p) for module in modules for p in module.parameters(recurse=False)}
+    num_variables, fixed = len(split.layer.variables), split.fixed
+
+    def is_copied(tensor: torch.Tensor) -> bool:
+        is_trained = tensor.requires_grad or id(tensor) in excluded
+        return not is_trained and tensor.nbytes <= SMALL
+
+    copied = [t.clone() if is_copied(t) else t for t in fixed[:num_variables]]
+    return [*copied, *fixed[num_variables:]]
 
 
 def parameters_beside(layer: keras.Layer, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
