@@ -8,12 +8,22 @@ from ga_model.core.models import recording_of_thread
 
 BACKEND = keras.backend.backend()
 
+# Errors of failed allocations on a CPU.
 if BACKEND == "tensorflow":
     import tensorflow as tf
+
+    of_onednn = "Operation received an exception:Status: 1, message: could not create a primitive"
+    ERRORS = [tf.errors.AbortedError(None, None, of_onednn), MemoryError()]
 elif BACKEND == "jax":
     import jax
+
+    text = "INTERNAL: Error dispatching computation: Out of memory allocating 595161284 bytes."
+    ERRORS = [jax.errors.JaxRuntimeError(text), MemoryError()]
 else:
     import torch
+
+    text = "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"
+    ERRORS = [RuntimeError(text), MemoryError()]
 
 
 def out_of_memory(text):

@@ -144,9 +144,13 @@ class SizeTrials:
         if not self._rises:
             return True
         available = _memory.available_memory() * (1 - _MARGIN)
-        taken = _memory.resident_memory() - (self._start or 0)  # still held, for the next trial
+        taken = _memory.memory_in_use() - (self._start or 0)  # still held, for the next trial
         self._available[size] = available + taken
-        return bool(self._predicted(size) <= available + taken)
+        predicted = self._predicted(size)
+        if _memory.is_address_space_limited():
+            # TensorFlow keeps its memory, and takes as much again, or all there is, if it is full.
+            predicted = max(predicted, 2.0 * taken)
+        return bool(predicted <= available + taken)
 
     def _predicted(self, size: int) -> float:
         sizes = sorted(self._rises)
@@ -167,11 +171,11 @@ class SizeTrials:
             yield
             return
         if self._start is None and self._has_begun:
-            self._start, self._held = _memory.resident_memory(), _memory.held_memory()
+            self._start, self._held = _memory.memory_in_use(), _memory.held_memory()
         _memory.reset_peak_memory()
         yield
         if self._start is not None:
-            self._rises[size] = _memory.peak_memory() - self._start
+            self._rises[size] = _memory.peak_in_use() - self._start
         self._has_begun = True
 
 

@@ -314,8 +314,9 @@ class Driver(ModelState):
             structure = (last_structure if is_last else first_structure) or steps.step.structure
             self._check_applied(structure, window)
         sums = cast(Sums, sums)  # a batch has at least one microbatch
+        if is_trial or (self.is_automatic and self.backend.is_on_cpu):
+            self.backend.wait_for(sums)  # a failed allocation is raised here at the latest
         if is_trial:
-            self.backend.wait_for(sums)
             return None
         if logs is None:
             logs = self.updates.report(structure, amounts_before, sums.amounts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,9 @@ _GROUPS = {
     ),
 }
 
+# Bytes of the address space to leave free: each thread's heap takes 64 MiB before it is used.
+_RESERVED = 2 * 64 * 1024**2
+
 _M_MMAP_THRESHOLD = -3  # of `malloc.h`
 
 
@@ -32,13 +36,20 @@ def reset_peak_memory() -> None:
 
 def peak_memory() -> int:
     """Return the peak of this process's resident memory in bytes."""
-    try:
-        # On Linux `ru_maxrss` starts at the parent's, because exec keeps it; `VmHWM` does not.
+    # On Linux `ru_maxrss` starts at the parent's, because exec keeps it; `VmHWM` does not.
+    return _in_status("VmHWM", _peak_of_usage)
+
+
+def _in_status(name: str, otherwise: Callable[[], int]) -> int:
+    """Return a number of bytes in the status of this process, where Linux has one."""
+    with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    return otherwise()
+
+
+def _peak_of_usage() -> int:
     if sys.platform != "win32":
         import resource
 
@@ -56,9 +67,30 @@ def give_back_freed_memory() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1024 * 1024)
 
 
-def resident_memory() -> int:
-    """Return the resident memory of this process in bytes."""
-    return int(psutil.Process().memory_info().rss)
+def memory_in_use() -> int:
+    """Return the bytes that count against a limit: of the address space, if that is limited."""
+    memory = psutil.Process().memory_info()
+    return int(memory.rss if _address_limit() is None else memory.vms)
+
+
+def peak_in_use() -> int:
+    """Return the peak of `memory_in_use`. That of the address space is since the process began."""
+    return peak_memory() if _address_limit() is None else _in_status("VmPeak", memory_in_use)
+
+
+def is_address_space_limited() -> bool:
+    """Return whether the address space of this process is limited, as by `ulimit -v`."""
+    return _address_limit() is not None
+
+
+def _address_limit() -> int | None:
+    """Return the limit of the address space in bytes, or None."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def held_memory() -> int:
@@ -79,12 +111,8 @@ class _Mallinfo(ctypes.Structure):
 def available_memory() -> int:
     """Return the bytes that this process may still take, within the limit of its container."""
     left = [int(psutil.virtual_memory().available)]
-    if sys.platform != "win32":
-        import resource
-
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # as set by `ulimit -v`
-        if limit != resource.RLIM_INFINITY:
-            left.append(limit - int(psutil.Process().memory_info().vms))
+    if (limit := _address_limit()) is not None:
+        left.append(limit - memory_in_use() - _RESERVED)
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -6,16 +6,20 @@ What fits is decided by a layer, by the number of rows: on JAX as programs are t
 import itertools
 import re
 import warnings
+from pathlib import Path
 
 import keras
+import limited_memory
 import numpy as np
 import pytest
 import training
 from case import BACKEND
 from helpers import (
+    ROOT,
     assert_close,
     assert_equal,
     dense_data,
+    run_python,
     sequential,
     state_of,
     told,
@@ -176,14 +180,29 @@ def test_a_size_that_would_take_too_much_is_not_tried(monkeypatch, capsys):
     """Here the sums of the gradients take 176 + 48 bytes, and every row takes 10."""
     memory = Memory()
     monkeypatch.setattr(_memory, "reset_peak_memory", lambda: None)
-    monkeypatch.setattr(_memory, "resident_memory", lambda: 5000)
+    monkeypatch.setattr(_memory, "memory_in_use", lambda: 5000)
     monkeypatch.setattr(_memory, "held_memory", lambda: 0)
-    monkeypatch.setattr(_memory, "peak_memory", lambda: 5224 + 10 * (memory.taken or [0])[-1])
+    monkeypatch.setattr(_memory, "peak_in_use", lambda: 5224 + 10 * (memory.taken or [0])[-1])
     monkeypatch.setattr(_memory, "available_memory", lambda: (224 + 10 * 17 + 5) / 0.9)
     model = compiled(memory)
     fit(model, dense_data(64), rows=64, verbose=2)
     assert model.microbatch_size == 17
     assert re.search(r"17 samples .*\(18 would not fit", capsys.readouterr().out)
+
+
+@pytest.mark.gate
+def test_a_search_leaves_room_in_a_limited_address_space():
+    """As `ulimit -v` limits it. TensorFlow ends a process that has none left."""
+    script = Path(__file__).with_name("in_limited_address_space.py")
+    size = int(run_python(script, PYTHONPATH=str(ROOT))[0].split()[-1])
+    assert 1 <= size < 512
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("error", limited_memory.ERRORS)
+def test_failed_allocations_are_known(error):
+    model = compiled(Memory())
+    assert model._accumulation.backend.out_of_memory(error) is not None
 
 
 @pytest.mark.gate

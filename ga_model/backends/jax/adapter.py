@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from ga_model.core.recorder import Recording
     from ga_model.core.window import Sums
 
+# Texts of failed allocations: of a device, and of the CPU.
+_EXHAUSTED = ("RESOURCE_EXHAUSTED", "Out of memory")
 _Values: TypeAlias = dict[Group, list[jax.Array]]  # of all variables of groups
 _Changed: TypeAlias = dict[Group, dict[int, jax.Array]]  # new values of some, by index
 _State: TypeAlias = tuple[list[jax.Array], ...]  # the values of `GROUPS`, as Keras passes them
@@ -283,7 +285,9 @@ class JaxBackend(Backend):
         jax.block_until_ready(nest)
 
     def out_of_memory(self, error: Exception) -> Exception | None:
-        is_exhausted = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE" in str(error)
+        is_of_jax = isinstance(error, jax.errors.JaxRuntimeError)
+        is_exhausted = is_of_jax and any(text in str(error) for text in _EXHAUSTED)
+        is_exhausted |= isinstance(error, MemoryError)
         return error.with_traceback(None) if is_exhausted else None
 
     @contextlib.contextmanager

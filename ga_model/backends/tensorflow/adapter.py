@@ -355,6 +355,8 @@ class TensorFlowBackend(Backend):
 
     def out_of_memory(self, error: Exception) -> Exception | None:
         is_exhausted = isinstance(error, (tf.errors.ResourceExhaustedError, MemoryError))
+        # The status of oneDNN for a failed allocation.
+        is_exhausted |= isinstance(error, tf.errors.AbortedError) and "Status: 1," in str(error)
         return error.with_traceback(None) if is_exhausted else None
 
     @contextlib.contextmanager
