@@ -76,9 +76,11 @@ class Findings:
             with self._backend.on_one_replica():
                 if trial.still_holds(step, data, known.verdict):
                     return known
-                result = trial.of_step(step, data, rows)
-            if self._revise(known, data, *result):
-                self._warn_of_later(known)
+                verdict, error = trial.of_step(step, data, rows)
+            # Otherwise, earlier batches would have shown the news, too.
+            is_unseen_news = error is not None or verdict.has_same_watch(known.verdict)
+            if self._revise(known, data, verdict, error):
+                self._warn_of_later(known, is_unseen_news)
         return known
 
     def _try_first(
@@ -176,12 +178,13 @@ class Findings:
             known.verdict = old_verdict
         return has_changed
 
-    def _warn_of_later(self, known: Known) -> None:
-        """Warn that the verdict on a step changed after it had trained."""
+    def _warn_of_later(self, known: Known, concerns_updates: bool = True) -> None:
+        """Warn that the verdict on a step changed, perhaps after updates that it concerns."""
         model, verdict = self._model, known.verdict
         is_auto = model.loss_over == "auto" and self._backend.trains_alone
         if verdict.differences and known.step.is_split and is_auto:
-            model._warn_once(messages.whole_from_now_message(model.name, verdict))
+            if concerns_updates:
+                model._warn_once(messages.whole_from_now_message(model.name, verdict))
         else:
             model._warn_once(known.warning or messages.late_message(model.name))
 

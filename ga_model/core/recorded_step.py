@@ -133,8 +133,7 @@ class RecordedStep:
             return (*result, loss_weight, weight, has_zero_division, entries)
 
         scalars: dict[str, Scalar] = {}
-        is_noted = verdict.needed_scalars or (verdict.watched and self._backend.traces)
-        if not is_noted:
+        if not (verdict.needed_scalars or verdict.watched):
             result = run(data)
         else:
             result, noted = self._backend.noting(run, (data,))

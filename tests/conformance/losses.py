@@ -483,8 +483,34 @@ def compares(loss, **kwargs):
     return own(loss, data=positive, expects=DIFFERS, **kwargs)
 
 
+def with_rare_term(y, z):
+    """Adds a mean over rare samples, which is zero in the first batches."""
+    rare = ops.cast(y[:, 0] > 5, z.dtype)
+    return mean(y, z) + ops.sum(rare * ops.square(z[:, 0])) / (ops.sum(rare) + 1e-6)
+
+
+def rare_from(first):
+    def data(rows):
+        x, y = dense_data(rows)
+        y[:, 0] = np.where((np.arange(rows) >= first) & (np.arange(rows) % 5 == 1), 6.0, y[:, 0])
+        return x, y
+
+    return data
+
+
 CASES |= {
     "own loss: per sample": own(per_sample),
+    **{
+        f"own loss: a rare term, from sample {first}": own(
+            with_rare_term,
+            0.01,
+            data=rare_from(first),
+            samples=60,
+            expects=DIFFERS,
+            settings=("windows", "split", "both"),
+        )
+        for first in (14, 40)  # in the second window, and in the fourth
+    },
     "own loss: mean": own(mean),
     "own loss: sum": own(total, 0.005),
     "own loss: a number per output": own(lambda y, z: ops.mean(ops.square(y - z), axis=0)),

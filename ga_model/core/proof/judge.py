@@ -173,7 +173,7 @@ class Judge:
             values = self._values_of(name)
             if name == weighing.source and 0 < weighing.least >= values.max():
                 yield Watched(name, 0.0, False)  # all were at the bound, as if the loss were a sum
-            if name == weighing.source or name in self.runner.of_shapes:
+            if name == weighing.source or name in self.runner.unwatched:
                 continue
             for is_per_weight in (False, True) if weights.all() else (False,):
                 ratios = values / weights if is_per_weight else values

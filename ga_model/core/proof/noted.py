@@ -52,12 +52,14 @@ class Noted:
             for any number of samples: the number of the place in the code, and how often the code
             passed it before.
         of_shapes: names of those that follow from shapes alone, if known.
+        unwatched: names of these, and of Python numbers, which steps that run eagerly divide by.
         dtypes: dtypes of results, if known.
     """
 
     def __init__(self, draws: Draws | None) -> None:
         self.scalars: dict[str, Scalar] = {}
         self.of_shapes: set[str] = set()
+        self.unwatched: set[str] = set()
         self.dtypes: set[object] = set()
         self._draws = draws
         # Number and count of passes of each place.
@@ -76,6 +78,8 @@ class Noted:
         self.scalars[name] = value
         if is_of_shapes:
             self.of_shapes.add(name)
+        if is_of_shapes or isinstance(value, float):
+            self.unwatched.add(name)
 
     def _place(self) -> Hashable | None:
         """Return a key for the place in the code that runs, or None to number each operation."""

@@ -74,7 +74,7 @@ class StepRunner:
         is_folded: as passed; may be set later.
         is_plain: whether folding leaves gradients unchanged; set by a run.
         written: paths of the variables that the step wrote to.
-        of_shapes: names of scalars that follow from shapes alone.
+        of_shapes, unwatched: see `Noted`.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class StepRunner:
         self._static: dict[tuple[int, int], tuple[list[tuple[list[int], int]], About]] = {}
         self.epsilon = float(np.finfo("float32").eps)
         self._dtypes = {layer.compute_dtype for layer in layers_in(model)}  # runs add theirs
-        self.of_shapes: set[str] = set()
+        self.of_shapes, self.unwatched = set[str](), set[str]()
         read = backend.compiled(("trial", "values"), self._values, GROUPS)
         self.start = [ops.convert_to_numpy(value) for value in read()]
 
@@ -184,6 +184,7 @@ class StepRunner:
         (numbers, fields), noted = self._backend.noting(step, (data,), draws)
         self._dtypes |= {str(dtype).removeprefix("torch.") for dtype in noted.dtypes}
         self.of_shapes |= noted.of_shapes
+        self.unwatched |= noted.unwatched
         return numbers, noted.scalars, {**fields, "values": self._values()}
 
     def _step(
