@@ -312,11 +312,6 @@ class TensorFlowBackend(Backend):
             return
 
         left = [part for part in optimizers_in(vars(model)) if not part.built]
-        has_own_code = not all(is_of_keras(model, name) for name in ("train_step", "compute_loss"))
-        if not has_own_code and self._replicas is None and is_built(model, model.metrics):
-            if (optimizer := model.optimizer) in left:  # which needs no trace
-                optimizers.build_outside(optimizer, optimizer.build, model.trainable_variables)
-            return
 
         def step(data: Nest) -> None:
             unseen = tf.variable_creator_scope(optimizers.create_unseen)
