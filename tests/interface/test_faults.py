@@ -273,6 +273,20 @@ def test_a_fault_in_a_first_trace_leaves_a_model_that_can_be_traced(place, way):
     assert_goes_on(*models, rows, in_a_loop=False)
 
 
+@pytest.mark.gate
+@every_way
+@pytest.mark.filterwarnings("ignore:It is not known whether")
+def test_a_fault_in_a_later_trace_is_raised(way):
+    settings, rows = WAYS[way]
+    layer = FailsToTrace()
+    parts = keras.layers.Dense(3), layer, keras.layers.Dense(2)
+    model = compiled(functools.partial(sequential, (4,), *parts), metrics=["mae"], **settings)
+    x, y = dense_data(40, seed=5)
+    fit(model, x=x, y=y, batch_size=rows)
+    layer.error = UserError("here")
+    assert "here" in str(error_of(fit, model, x=x, y=y.astype("int32"), batch_size=rows))
+
+
 @every_way
 def test_training_that_is_stopped_inside_a_window_closes_it(way, models):
     _, rows = WAYS[way]

@@ -72,10 +72,12 @@ def of_step(
     verdict, error = attempt(cuts := _cuts(step, min(rows, int(num_rows(data)))))
     if error is None:
         return verdict, None
-    if backend.retraces_after(error):
+    retraces = backend.retraces_after(error)
+    if retraces:
         result, next_error = attempt(cuts)
         if next_error is None:
             return result, None
+    if retraces is not None:
         backend.retraces_after(error)  # switches back
     fallbacks: list[Cuts] = [((n, 2 * n), (2 * n, n)) for n in range(2, rows + 1) if rows % n == 0]
     if backend.out_of_memory(error) is not None:
