@@ -62,8 +62,11 @@ class Noting(TorchDispatchMode, Noted):
             return outputs
         for value in _divisors_of(name, args, outputs):
             # A Python number in the backward pass; if not from shapes, the forward recorded it.
-            is_of_shapes = isinstance(args[-1], (int, float)) and is_in_derivative()
-            self.note(name, value, is_of_shapes)
+            is_backward = is_in_derivative()
+            is_of_shapes = isinstance(args[-1], (int, float)) and is_backward
+            # Bounds have constants, and a backward pass contains the weight of the microbatch.
+            is_watched = torch.is_tensor(value) and not is_backward and name not in _BOUNDING
+            self.note(name, value, is_of_shapes, is_watched)
         return outputs
 
 

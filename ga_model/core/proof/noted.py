@@ -52,7 +52,7 @@ class Noted:
             for any number of samples: the number of the place in the code, and how often the code
             passed it before.
         of_shapes: names of those that follow from shapes alone, if known.
-        unwatched: names of these, and of Python numbers, which steps that run eagerly divide by.
+        unwatched: names of these, and of those that training cannot compare with the trial.
         dtypes: dtypes of results, if known.
     """
 
@@ -69,7 +69,9 @@ class Noted:
         """Run a function, and record the scalars of its operations."""
         raise NotImplementedError
 
-    def note(self, operation: str, value: Scalar, is_of_shapes: bool = False) -> None:
+    def note(
+        self, operation: str, value: Scalar, is_of_shapes: bool = False, is_watched: bool = True
+    ) -> None:
         """Record a scalar of an operation."""
         place = self._place() or len(self._passed)
         number, times = self._passed.get(place, (len(self._passed), 0))
@@ -78,7 +80,7 @@ class Noted:
         self.scalars[name] = value
         if is_of_shapes:
             self.of_shapes.add(name)
-        if is_of_shapes or isinstance(value, float):
+        if is_of_shapes or not is_watched:
             self.unwatched.add(name)
 
     def _place(self) -> Hashable | None:
