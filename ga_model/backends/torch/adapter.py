@@ -37,7 +37,6 @@ class TorchBackend(Backend):
     """Runs functions of the core eagerly.
 
     Attributes:
-        process_group: the `torch.distributed.ProcessGroup` that trains the model, or None.
         processes: the processes of the group, or this one alone.
     """
 
@@ -47,7 +46,7 @@ class TorchBackend(Backend):
     def __init__(self, model: keras.Model) -> None:
         super().__init__(model)
         before = vars(model).get("_accumulation")  # `compile` keeps the group
-        self.set_process_group(None if before is None else before.backend.process_group)
+        self.set_process_group(None if before is None else before.backend.processes.group)
         self._wrappers: dict[int, TorchOptimizer] = {}  # by id of the optimizer
         self._updated = Versions([])  # of weights and slots
 
@@ -55,7 +54,7 @@ class TorchBackend(Backend):
 
     def set_process_group(self, group: torch.distributed.ProcessGroup | None) -> None:
         """Train together with the processes of a group, or alone."""
-        self.process_group, self.processes = group, Processes(group)
+        self.processes = Processes(group)
         self.num_processes = self.processes.size
 
     def exchange_sums(

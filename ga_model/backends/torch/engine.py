@@ -31,7 +31,7 @@ class Hooks(CoreHooks):
             TypeError: it is set to something else.
             ValueError: the process is not in the group.
         """
-        return self._accumulation.backend.process_group
+        return self._accumulation.backend.processes.group
 
     @process_group.setter
     def process_group(self, value: Any) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -63,10 +64,16 @@ class Processes:
     """
 
     def __init__(self, group: torch.distributed.ProcessGroup | None) -> None:
-        self._group = group
+        # Weakly: a group that lives until its process exits may abort it.
+        self._reference = None if group is None else weakref.ref(group)
         self.size = 1 if group is None else num_processes(group)
         self._has_compared = False
         self._is_in_fit = self._has_ended = False  # the latter: its epoch has made all updates
+
+    @property
+    def group(self) -> torch.distributed.ProcessGroup | None:
+        """The group, until it is destroyed."""
+        return None if self._reference is None else self._reference()
 
     def begin_epoch(self, epoch: int, variables: Sequence[keras.Variable]) -> None:
         """Raise RuntimeError in all processes unless all begin this epoch, with equal variables."""
@@ -94,7 +101,7 @@ class Processes:
         """Send a message to all processes, and return those of all, in order of ranks."""
         here = torch.tensor(list(map(float, message)), dtype=torch.float64, device=device)
         gathered = [torch.empty_like(here) for _ in range(self.size)]
-        torch.distributed.all_gather(gathered, here, group=self._group)
+        torch.distributed.all_gather(gathered, here, group=self.group)
         messages = list(map(_Message._make, torch.stack(gathered).tolist()))
         kinds = {int(message.kind) for message in messages}
         if len(kinds) > 1 and kinds != {_WINDOW, _END}:
@@ -183,7 +190,7 @@ class Processes:
         squares = squares or (Squares(0.0, 0.0),) * number
         rows = [[float(s.total) * shrink, float(s.number)] for s in squares]
         sums = torch.tensor(rows, dtype=torch.float64, device=device)
-        torch.distributed.all_reduce(sums, group=self._group)
+        torch.distributed.all_reduce(sums, group=self.group)
         return tuple(Squares(*row) for row in sums.tolist())
 
     def _summed(
@@ -200,7 +207,7 @@ class Processes:
                 for v, piece in zip(bucket, pieces)
             ]
             flat = torch.cat([torch.tensor(flags, dtype=dtype, device=device), *values])
-            torch.distributed.all_reduce(flat, group=self._group)
+            torch.distributed.all_reduce(flat, group=self.group)
             numbers = flat[: len(bucket)].tolist()
             sums = flat[len(bucket) :].split([raw(v).numel() for v in bucket])
             summed += [
