@@ -77,10 +77,10 @@ class Findings:
                 if trial.still_holds(step, data, known.verdict):
                     return known
                 verdict, error = trial.of_step(step, data, rows)
-            # Otherwise, earlier batches would have shown the news, too.
-            is_unseen_news = error is not None or verdict.has_same_watch(known.verdict)
+            # If a watched scalar is the news, earlier batches had none.
+            is_scalar = error is None and verdict.varies_more(known.verdict)
             if self._revise(known, data, verdict, error):
-                self._warn_of_later(known, is_unseen_news)
+                self._warn_of_later(known, concerns_updates=not is_scalar)
         return known
 
     def _try_first(

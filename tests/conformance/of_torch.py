@@ -187,9 +187,21 @@ class RootLater(keras.Sequential):
         return torch.sqrt(loss) if self.takes_root else loss
 
 
+class DividesRootLater(RootLater):
+    """Divides by a tensor, too, which a trial of the first batch can not have seen."""
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        return loss / torch.tensor(2.0) if self.takes_root else loss
+
+
 class TakesRoots(keras.callbacks.Callback):
+    def __init__(self, first=1):
+        super().__init__()
+        self.first = first
+
     def on_epoch_begin(self, epoch, logs=None):
-        self.model.takes_root = epoch > 0
+        self.model.takes_root = epoch >= self.first
 
 
 class ByOther(Step):
@@ -242,6 +254,12 @@ CASES = {
         fit={"callbacks": [TakesRoots()], "epochs": 3},
         settings=("split", "windows"),
         expects={**DIFFERS, **whole("From now on each batch trains as a whole, which is exact")},
+    ),
+    "a root long before the next trial": Case(
+        lambda: DividesRootLater(dense_model().layers),
+        fit={"callbacks": [TakesRoots(2)], "epochs": 6},
+        settings=("split",),
+        expects={"within": Warns("Updates so far may differ")},
     ),
     "an optimizer elsewhere": step(
         {"across": Refused("if its optimizers are attributes of the model", is_late=True)},

@@ -147,6 +147,11 @@ class Verdict(NamedTuple):
         )
         return mine == others
 
+    def varies_more(self, earlier: Verdict) -> bool:
+        """Return whether a scalar varies that an earlier verdict on the same step watches."""
+        mine, others = ({w.name for w in v.watched} for v in (self, earlier))
+        return self.scalars == earlier.scalars and not others <= mine
+
     def unwatched(self, written: Iterable[str]) -> Verdict:
         """Return the verdict without watching, for a step that also writes to these variables."""
         every = tuple(sorted({*self.written, *written}))
