@@ -147,7 +147,7 @@ class SizeTrials:
         taken = _memory.memory_in_use() - (self._start or 0)  # still held, for the next trial
         self._available[size] = available + taken
         predicted = self._predicted(size)
-        if _memory.is_address_space_limited():
+        if _memory.address_limit() is not None:
             # TensorFlow keeps its memory, and takes as much again, or all there is, if it is full.
             predicted = max(predicted, 2.0 * taken)
         return bool(predicted <= available + taken)

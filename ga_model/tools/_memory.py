@@ -70,21 +70,16 @@ def give_back_freed_memory() -> None:
 def memory_in_use() -> int:
     """Return the bytes that count against a limit: of the address space, if that is limited."""
     memory = psutil.Process().memory_info()
-    return int(memory.rss if _address_limit() is None else memory.vms)
+    return int(memory.rss if address_limit() is None else memory.vms)
 
 
 def peak_in_use() -> int:
     """Return the peak of `memory_in_use`. That of the address space is since the process began."""
-    return peak_memory() if _address_limit() is None else _in_status("VmPeak", memory_in_use)
+    return peak_memory() if address_limit() is None else _in_status("VmPeak", memory_in_use)
 
 
-def is_address_space_limited() -> bool:
-    """Return whether the address space of this process is limited, as by `ulimit -v`."""
-    return _address_limit() is not None
-
-
-def _address_limit() -> int | None:
-    """Return the limit of the address space in bytes, or None."""
+def address_limit() -> int | None:
+    """Return the limit of the address space in bytes, as set by `ulimit -v`, or None."""
     if sys.platform == "win32":
         return None
     import resource
@@ -111,7 +106,7 @@ class _Mallinfo(ctypes.Structure):
 def available_memory() -> int:
     """Return the bytes that this process may still take, within the limit of its container."""
     left = [int(psutil.virtual_memory().available)]
-    if (limit := _address_limit()) is not None:
+    if (limit := address_limit()) is not None:
         left.append(limit - memory_in_use() - _RESERVED)
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()

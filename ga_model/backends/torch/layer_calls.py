@@ -19,7 +19,6 @@ from ga_model.backends.torch import refusals
 from ga_model.backends.torch.call_hooks import without_hooks
 from ga_model.backends.torch.state import (
     TensorSnapshot,
-    modules_in,
     preserving_random_state,
     random_state,
     set_random_state,
@@ -42,7 +41,8 @@ class Microbatches:
     def __init__(self, split: Split) -> None:
         if not all(map(torch.is_tensor, (*split.fixed, *split.samples))):
             raise NotByRowsError("it takes something that is no tensor of PyTorch")
-        split = split._replace(fixed=_with_copies(split))
+        self._tensors = TensorSnapshot(split.layer)
+        split = split._replace(fixed=_with_copies(split, self._tensors.modules))
         tensors = [*split.fixed, *split.samples]
         self._split, self._rows = split, len(split.samples[0])
         starts = range(0, self._rows, split.size)[: split.most]
@@ -50,7 +50,6 @@ class Microbatches:
         self._is_source = [tensor.requires_grad for tensor in tensors]
         others = parameters_beside(split.layer, split.fixed)
         self._sources = [t for t in (*tensors, *others) if t.requires_grad]
-        self._tensors = TensorSnapshot(split.layer)
         self._in_call, self._autocast = saved_call_scopes(), autocast_scopes()
         # The `carried` and the random state before each microbatch.
         self._starts: list[tuple[list[torch.Tensor], tuple[torch.Tensor, list[torch.Tensor]]]] = []
@@ -237,12 +236,15 @@ def _expected_unchanged(split: Split) -> list[tuple[str, torch.Tensor]]:
     return found + [(v.path, t) for v, t in pairs if id(v) not in changing]
 
 
-def _with_copies(split: Split) -> list[torch.Tensor]:
+def _with_copies(split: Split, modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
     """Return `fixed` with copies of small variables that are not trained, which user code may
     write to before the second pass. Modules of PyTorch read theirs themselves.
+
+    Args:
+        modules: all modules in the layer.
     """
-    modules = [m for m in modules_in(split.layer) if not isinstance(m, _READING_VARIABLES)]
-    excluded = {id(p) for module in modules for p in module.parameters(recurse=False)}
+    others = [module for module in modules if not isinstance(module, _READING_VARIABLES)]
+    excluded = {id(p) for module in others for p in module.parameters(recurse=False)}
     num_variables, fixed = len(split.layer.variables), split.fixed
 
     def is_copied(tensor: torch.Tensor) -> bool:

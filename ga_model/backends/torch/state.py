@@ -50,13 +50,18 @@ class State(VariableSnapshot):
 
 
 class TensorSnapshot:
-    """The tensors that a layer call may write to: state variables, and tensors in attributes."""
+    """The tensors that a layer call may write to: state variables, and tensors in attributes.
+
+    Attributes:
+        modules: the layer, and all modules in it.
+    """
 
     def __init__(self, layer: keras.Layer) -> None:
+        self.modules = modules_in(layer)
         found = [(v.path, raw(v)) for part in layers_in(layer) for v in layer_state(part)]
         found += [
             (f"the tensor `{name}` of {getattr(module, 'name', type(module).__name__)!r}", value)
-            for module in modules_in(layer)
+            for module in self.modules
             for name, value in vars(module).items()
             if _has_values(value)
         ]
