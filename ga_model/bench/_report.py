@@ -26,6 +26,7 @@ _NOTES = f"""\
 Keras gradient_accumulation_steps: an optimizer with this argument.
 loop by hand: a training loop that adds up gradients, for full windows of equal batches.
 The others are this package's. loss_over="batch" is for losses that compare samples.
+A custom loss (here the same, as a function) is tried in the first call.
 
 Times are per sample: medians over the rounds, +- half of the distance between their quartiles.
 A first call traces and compiles. Memory is what making the model and training two windows adds

@@ -23,6 +23,7 @@ from ga_model.bench._measure import (
     SIZE,
     SMALL,
     STEPS,
+    TRIED,
     WAYS,
     Result,
     Setup,
@@ -51,7 +52,7 @@ def run(tmp_path_factory):
 @pytest.mark.gate
 def test_the_table_shows_what_was_measured(run):
     printed, measured, _ = run
-    own = [STEPS, SIZE, RECOMPUTING]
+    own = [STEPS, TRIED, SIZE, RECOMPUTING]
     pairs = [(SMALL, 1), *((w, 1) for w in own), *((w, 2) for w in WAYS[1:])]
     assert list(measured) == [Setup("embedding", False, *pair) for pair in pairs]
     rounds = len(measured[Setup("embedding", False, SMALL, 1)].seconds_per_sample)
@@ -93,10 +94,10 @@ def test_every_way_does_what_it_is_called(way, small_case):
         before = training.model.get_weights()
         training.run(number)
         changes.append(any(map(np.any, map(np.subtract, training.model.get_weights(), before))))
-    assert changes == ([False] * 3 + [True] if way in (KERAS, HAND, STEPS) else [True] * 4)
+    assert changes == ([False] * 3 + [True] if way in (KERAS, HAND, STEPS, TRIED) else [True] * 4)
     assert len(next(training._batches)[0]) == number * small_case.rows
     like = _measure.Training(Setup("small", False, way, 2), training)
-    if way in (STEPS, SIZE, RECOMPUTING, FULL):
+    if way in (STEPS, TRIED, SIZE, RECOMPUTING, FULL):
         before = int(training.model.optimizer.iterations)
         like.run(4)
         assert int(training.model.optimizer.iterations) == before + 2
