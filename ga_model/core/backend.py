@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 
 from ga_model.base._context import ThreadValue, is_package_code
 from ga_model.base._identity import unique
@@ -76,7 +77,6 @@ class Backend(ABC):
         reads: Iterable[Group],
         updates: Iterable[Group] = (),
         consumes: bool = False,
-        discards: bool = False,
     ) -> Callable[..., Any]:
         """Return a function that runs `function`, compiled if the model is.
 
@@ -86,12 +86,11 @@ class Backend(ABC):
 
         Args:
             name: key of the cache of compiled functions.
-            function, reads, updates, consumes, discards: see `Function`.
+            function, reads, updates, consumes: see `Function`.
         """
         if self.traces and name in self._made:
             return self._made[name]
-        of_core = Function(function, tuple(reads), tuple(updates), consumes, discards)
-        made = self._compiled(name, of_core)
+        made = self._compiled(name, Function(function, tuple(reads), tuple(updates), consumes))
         if self.traces:
             self._made[name] = made
         return made
@@ -118,7 +117,7 @@ class Backend(ABC):
 
     @abstractmethod
     def copied(self, nest: Nest) -> Nest:
-        """Return a copy of a nest of tensors and None."""
+        """Return a nest of arrays, tensors and None with copies of what losses may write to."""
 
     def as_traced(self, data: Nest) -> Nest:
         """Return a microbatch in the form for which functions are traced."""
@@ -138,12 +137,20 @@ class Backend(ABC):
         """Return the current values of a group of variables."""
         return [value_in(None, v) for v in getattr(self._model, f"{group}_variables")]
 
+    def read(self, variables: Iterable[keras.Variable]) -> Iterator[np.ndarray]:
+        """Yield copies of the values of variables, outside of functions of the core."""
+        return (keras.ops.convert_to_numpy(value_in(None, v)) for v in variables)
+
+    def assign(self, values: Iterable[tuple[keras.Variable, np.ndarray]]) -> None:
+        """Set values of variables one after the other, outside of functions of the core."""
+        for variable, value in values:
+            variable.assign(value)
+
     @abstractmethod
     def run_step(self, data: Nest) -> tuple[Logs, list[keras.Variable]]:
         """Run the model's `train_step` within a function of the core.
 
-        Returns:
-            Its logs, and the non-trainable variables that it wrote to.
+        Returns its logs, and the non-trainable variables that it wrote to.
         """
 
     @contextlib.contextmanager
@@ -164,15 +171,11 @@ class Backend(ABC):
     def noting(
         self, function: Callable[..., Nest], arguments: tuple[Nest, ...], draws: Draws | None = None
     ) -> tuple[Nest, Noted]:
-        """Run a function within a function of the core, and note its divisors.
+        """Run a function within a function of the core, and return its result and its divisors.
 
         Args:
-            function: takes and returns nests of tensors, and may write to variables.
-            arguments: its arguments.
+            function, arguments: take and return nests of tensors. It may write to variables.
             draws: source of the random numbers, or None for the usual ones.
-
-        Returns:
-            The result of the function, and the notes.
         """
         noted = self.noted_class(draws)
         return noted.run(function, arguments), noted
@@ -202,12 +205,12 @@ class Backend(ABC):
 
         Args:
             applied: the optimizers that the step applies, as far as known.
-            sums: sums of this process's window, consumed by the call, or None.
+            sums: sums of this process's window, consumed, or None.
             is_measured: whether gradient noise is measured.
             is_end: whether this process has no batches left.
 
         Returns:
-            The sums, or None if there are none, and whether no process has batches left.
+            The sums, or None, and whether no process has batches left.
         """
         return sums, is_end
 
@@ -278,7 +281,7 @@ class Backend(ABC):
         """Return a context that restores all variables if its block raises an error."""
 
     def state(self) -> State:
-        """Return a snapshot of the Python state that a step may write to."""
+        """Return a snapshot of all that a step may write to."""
         return python_state_of(self._model)
 
     def optimizers(self) -> list[keras.optimizers.Optimizer]:

@@ -25,16 +25,12 @@ class Function(NamedTuple):
         updates: groups that it reads, and all of whose variables it writes to.
         consumes: whether its first argument may be donated. False if it updates: its results take
             the memory of the updated variables, and JAX warns of other donated buffers.
-        discards: whether the caller does not need the values written to variables. Where nothing is
-            compiled they are written anyway, and the caller restores them. Losses may write to
-            their inputs on PyTorch, which then get copies of the arguments.
     """
 
     run: Callable[..., Nest]
     reads: tuple[Group, ...]
     updates: tuple[Group, ...]
     consumes: bool
-    discards: bool
 
 
 class Applied(NamedTuple):

@@ -216,10 +216,10 @@ class Steps:
     def totals(self, batch: Batch) -> list[Scalar]:
         """Return the weights of the compiled loss's terms in a batch, by a forward pass."""
         backend = self._backend
-        weigh = backend.compiled("weigh", self.step.weigh, backend.step_groups, discards=True)
+        weigh = backend.compiled("weigh", self.step.weigh, backend.step_groups)
         microbatches = map(batch.microbatch, range(batch.num_microbatches))
         with backend.restoring(is_own=False):
-            weights_of_each = [weigh(backend.on_device(data)) for data in microbatches]
+            weights_of_each = [weigh(backend.copied(backend.on_device(d))) for d in microbatches]
         return [sum(weights) for weights in zip(*weights_of_each)]
 
 

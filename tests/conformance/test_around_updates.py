@@ -7,6 +7,7 @@ import itertools
 import pickle
 import types
 import warnings
+from pathlib import Path
 from unittest import mock
 
 import keras
@@ -19,6 +20,7 @@ from case import BACKEND, PRECISION, TRIED, rows_of
 from conftest import set_dtype
 from helpers import (
     LIMIT,
+    ROOT,
     TOLERANCE,
     Batches,
     assert_changed,
@@ -857,6 +859,15 @@ def test_a_mean_is_tried_in_one_way_and_not_noted_while_it_trains(monkeypatch):
     assert len(runs) == 4 * (1 + num_parts)
     assert {end - begin for begin, end in runs} == programs
     assert all(noted)  # by trials, which give what is drawn
+
+
+@pytest.mark.gate
+def test_a_trial_takes_the_memory_of_few_copies_of_the_weights():
+    """Of one copy, two of gradients, and programs, which take as much as about 50 MB of weights."""
+    script = Path(__file__).with_name("in_little_memory.py")
+    peaks = [run_python(script, way, PYTHONPATH=str(ROOT))[0] for way in ("tried", "untried")]
+    tried, untried = (float(printed.split()[-1]) for printed in peaks)
+    assert 2.0 < tried - untried < 4.5
 
 
 class Drops(OfObjective):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 
 from ga_model.backends.jax import layer_calls, refusals
 from ga_model.backends.jax.noting import UNNOTED, Noting
@@ -23,10 +24,9 @@ from ga_model.base._internals import (
 from ga_model.base._internals_jax import MORE_METHODS_OF_STEP, restore_variables, sync_variables
 from ga_model.base._types import Gradient, Logs, Nest, Scalar, Tensor
 from ga_model.core.backend import Backend
-from ga_model.core.backend_types import GROUPS, Applied, Function, Group, Name
+from ga_model.core.backend_types import GROUPS, Applied, Function, Group, Name, States
 from ga_model.core.proof.noted import Draws, Noted
 from ga_model.core.stand_ins import SCALE_LOSS, recorded
-from ga_model.core.user_code import python_state_of
 
 if TYPE_CHECKING:
     from ga_model.core.recorder import Recording
@@ -157,6 +157,25 @@ class JaxBackend(Backend):
                 for place, value in changed.items():
                     variables[place].assign(value)
 
+    def read(self, variables: Iterable[keras.Variable]) -> Iterator[np.ndarray]:
+        places = self._places()
+        pairs = (places[id(variable)] for variable in variables)
+        return (np.asarray(self._values[group][place]) for group, place in pairs)
+
+    def assign(self, values: Iterable[tuple[keras.Variable, np.ndarray]]) -> None:
+        places = self._places()
+        changed: _Changed = {group: {} for group in GROUPS}
+        for variable, value in values:
+            group, place = places[id(variable)]
+            sharding = self._values[group][place].sharding
+            changed[group][place] = jax.device_put(jnp.array(value), sharding)
+        self.put(changed)
+
+    def _places(self) -> dict[int, tuple[Group, int]]:
+        """Return the group and index of each variable, by its id."""
+        groups = ((group, enumerate(self.variables(group))) for group in GROUPS)
+        return {id(v): (group, place) for group, members in groups for place, v in members}
+
     def scope_with(self, values: _Values) -> keras.StatelessScope:
         """Return a scope in which variables have these values."""
         variables = chain.from_iterable(map(self.variables, values))
@@ -191,6 +210,9 @@ class JaxBackend(Backend):
         except BaseException:
             self._values = before
             raise
+
+    def state(self) -> States:
+        return States(_Held(self), super().state())
 
     @contextlib.contextmanager
     def outside_of_training(self) -> Iterator[None]:
@@ -292,12 +314,21 @@ class JaxBackend(Backend):
 
     @contextlib.contextmanager
     def restoring(self, is_own: bool) -> Iterator[None]:
-        before, python = dict(self._values), python_state_of(self._model)
+        state = self.state()
         try:
             yield
         finally:
-            self._values = before
-            python.restore()
+            state.restore()
+
+
+class _Held:
+    """A snapshot of the values that a backend holds while it trains."""
+
+    def __init__(self, backend: JaxBackend) -> None:
+        self._backend, self._values = backend, dict(backend._values)
+
+    def restore(self) -> None:
+        self._backend._values = dict(self._values)
 
 
 class Compiled:
@@ -344,8 +375,6 @@ class Compiled:
         with backend.scope_with(values) as scope:
             result = self._function.run(*consumed, *arguments)
         refusals.check_known(backend._model, scope, map(backend.variables, values))
-        if self._function.discards:
-            return result, {}
         after = backend.values_in(scope, values)
         changed = {group: _changed(after[group], read[group]) for group in read}
         return result, {**changed, **{group: dict(enumerate(after[group])) for group in updated}}

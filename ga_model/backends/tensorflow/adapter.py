@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import cast
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ga_model.backends.tensorflow import layer_calls, optimizers, replicas, sparse, workers
@@ -169,6 +170,11 @@ class TensorFlowBackend(Backend):
         return tf.nest.map_structure(
             lambda leaf: leaf.read_value() if isinstance(leaf, tf.Variable) else leaf, nest
         )
+
+    def assign(self, values: Iterable[tuple[keras.Variable, np.ndarray]]) -> None:
+        for variable, value in values:
+            for copy in replicas.copies(variable):
+                copy.assign(value)
 
     def zeros(self, name: Name, shapes: Sums) -> Sums:
         if self.replicas is not None:

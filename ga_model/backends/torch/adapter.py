@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -81,10 +81,13 @@ class TorchBackend(Backend):
 
     def _compiled(self, name: Name, function: Function) -> Callable[..., Nest]:
         run: Callable[..., Nest] = torch.no_grad()(function.run)
-        return (lambda *arguments: run(*self.copied(arguments))) if function.discards else run
+        return run
 
     def copied(self, nest: Nest) -> Nest:
         return keras.tree.map_structure(_copied, nest)
+
+    def read(self, variables: Iterable[keras.Variable]) -> Iterator[np.ndarray]:
+        return map(np.array, super().read(variables))  # those of a CPU share memory
 
     def run_step(self, data: Nest) -> tuple[Logs, list[keras.Variable]]:
         others = self._model.non_trainable_variables

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import keras
@@ -13,16 +13,16 @@ from keras import ops
 
 from ga_model.base import _numbers
 from ga_model.base._identity import is_in, unique
-from ga_model.base._internals import copy_of, iterations_variable, layers_in, seed_ids
+from ga_model.base._internals import iterations_variable, layers_in, seed_ids
 from ga_model.base._method_patch import without_training
-from ga_model.base._types import Nest, Scalar, Tensor
+from ga_model.base._types import Nest, Scalar
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS
 from ga_model.core.batch import samples_between
 from ga_model.core.losses import Kinds, Position
 from ga_model.core.proof.noted import Draws
 from ga_model.core.proof.weighing import Seen
-from ga_model.core.proof.windows import MOVES_BY, About, Outcome
+from ga_model.core.proof.windows import MOVES_BY, About, Change, Outcome
 from ga_model.core.recorder import record
 from ga_model.core.statistics import is_known
 from ga_model.core.user_code import parts_of
@@ -52,15 +52,17 @@ class Step(NamedTuple):
 class StepRunner:
     """Runs the `train_step` of a model.
 
+    The model's variables keep what a run writes to them, and the next one starts from it.
+
     Args:
         step: the step.
         data: samples of the trial, as arrays.
         is_folded: whether the weight of a part is folded into its loss, as in Keras's step.
         kinds: reductions of the user's own losses.
-        restore: restores the Python state (everything that is not in a variable).
+        restore: restores the model.
 
     Attributes:
-        start: present values of all variables.
+        variables: all variables that are read and changed.
         names: names of the variables, for messages.
         trained: indices of the trained variables.
         ignored: indices of the variables whose values after a step are ignored: random state, and
@@ -95,11 +97,11 @@ class StepRunner:
         numbers = [v for o in optimizers for v in o.variables if len(v.shape) == 0]  # such as rates
         counters = [iterations_variable(optimizer) for optimizer in optimizers]
         groups = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
-        self._variables = unique([*(v for group in groups for v in group), *counters, *numbers])
-        self._places = {id(variable): place for place, variable in enumerate(self._variables)}
+        self.variables = unique([*(v for group in groups for v in group), *counters, *numbers])
+        self._places = {id(variable): place for place, variable in enumerate(self.variables)}
         metrics = [part for metric in model.metrics for part in parts_of(metric)]
         names = {id(v): f"the metric {part.name!r}" for part in metrics for v in part.variables}
-        self.names = [names.get(id(v), v.path) for v in self._variables]
+        self.names = [names.get(id(v), v.path) for v in self.variables]
         scales = [getattr(optimizer, "dynamic_scale", None) for optimizer in optimizers]
         self.scales = [self._places[id(scale)] for scale in scales if scale is not None]
         self.trained = range(len(model.trainable_variables))
@@ -113,30 +115,34 @@ class StepRunner:
         self.epsilon = float(np.finfo("float32").eps)
         self._dtypes = {layer.compute_dtype for layer in layers_in(model)}  # runs add theirs
         self.of_shapes, self.unwatched = set[str](), set[str]()
-        read = backend.compiled(("trial", "values"), self._values, GROUPS)
-        self.start = [ops.convert_to_numpy(value) for value in read()]
 
     @property
     def rounding(self) -> float:
         """The relative rounding of one operation, in the lowest precision seen so far."""
         return max([self.epsilon, *(_ROUNDING[d] for d in self._dtypes if d in _ROUNDING)])
 
-    def _values(self) -> list[Tensor]:
-        return [copy_of(variable) for variable in self._variables]
+    def values(self) -> Iterator[np.ndarray]:
+        """Yield the present values of all variables."""
+        return iter(self._backend.read(self.variables))
 
-    def run(
-        self, begin: int, end: int, values: list[np.ndarray], whole: Outcome | None = None
-    ) -> Outcome:
-        """Run the step on the samples from `begin` up to `end`, from values of all variables.
+    def begin(self, *changes: Change) -> None:
+        """Restore the model, and change the values of variables one after the other."""
+        self._restore()
+        for change in changes:
+            changed = (change(place, value) for place, value in enumerate(self.values()))
+            pairs = zip(self.variables, changed)
+            self._backend.assign((v, value) for v, value in pairs if value is not None)
 
-        If these are the first of a window, the Python state is restored before.
+    def run(self, begin: int, end: int, whole: Outcome | None = None) -> Outcome:
+        """Run the step on the samples from `begin` up to `end`.
 
         Args:
             whole: the outcome of all samples of the window, of which these are a part and make no
                 update; or None if these are all.
+
+        Returns:
+            The outcome, without the values of variables.
         """
-        if not begin:
-            self._restore()
         rows = total = end - begin
         totals: list[np.ndarray] = []
         moves_by, number = MOVES_BY, 0
@@ -145,14 +151,14 @@ class StepRunner:
             if rows < total:  # draws per batch differ between parts only
                 totals, number = whole.terms, next(self._runs)
         run = self._backend.compiled(
-            ("trial", rows, total), functools.partial(self._run, rows, total), GROUPS, discards=True
+            ("trial", rows, total), functools.partial(self._run, rows, total), GROUPS
         )
-        scalar_arguments = np.float32(moves_by), np.int32(begin), np.int32(number)
+        numbers_of_run = np.float32(moves_by), np.int32(begin), np.int32(number)
         data = samples_between(self._data, begin, end)
-        data = self._backend.as_traced(data)  # as in training
+        arguments = self._backend.as_traced(data), totals, *numbers_of_run  # as in training
         (rates, numbers, logs, loss_weight), scalars, fields = keras.tree.map_structure(
             lambda x: None if x is None else ops.convert_to_numpy(x),
-            run(values, data, totals, *scalar_arguments),
+            run(*self._backend.copied(arguments)),
         )
         applied, about = self._static[rows, total]
         rates = [float(rate) for rate in rates] or [0.0] * len(applied)
@@ -170,22 +176,19 @@ class StepRunner:
         self,
         rows: int,
         total: int,
-        values: list[Tensor],
         data: Nest,
         totals: list[Scalar],
         moves_by: Scalar,
         begin: Scalar,
         number: Scalar,
     ) -> tuple[Nest, dict[str, Scalar], dict[str, Nest]]:
-        for variable, value in zip(self._variables, values):
-            variable.assign(value)
         draws = Draws(rows, total, begin, number)
         step = functools.partial(self._step, draws, totals, moves_by)
         (numbers, fields), noted = self._backend.noting(step, (data,), draws)
         self._dtypes |= {str(dtype).removeprefix("torch.") for dtype in noted.dtypes}
         self.of_shapes |= noted.of_shapes
         self.unwatched |= noted.unwatched
-        return numbers, noted.scalars, {**fields, "values": self._values()}
+        return numbers, noted.scalars, fields
 
     def _step(
         self, draws: Draws, totals: list[Scalar], moves_by: Scalar, data: Nest

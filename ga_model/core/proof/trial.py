@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
@@ -20,7 +19,7 @@ from ga_model.core.proof.runner import Step, StepRunner
 from ga_model.core.proof.samples import joined, samples_for_trial, shapes_of
 from ga_model.core.proof.verdict import Difference, Verdict
 from ga_model.core.proof.weighing import Weighing
-from ga_model.core.proof.windows import LARGE, Cuts, Window, windows
+from ga_model.core.proof.windows import LARGE, Cuts, Window, num_values, windows
 from ga_model.core.recorder import CannotAccumulateError
 from ga_model.core.snapshots import OtherVariables
 
@@ -31,7 +30,7 @@ def _cuts(step: Step, rows: int) -> Cuts:
     Of large models, each sample takes long, so there are seven. Where functions are traced, parts
     are equal, as each number of samples needs its own program.
     """
-    is_large = sum(math.prod(variable.shape) for variable in step.model.variables) > LARGE
+    is_large = num_values(step.model.variables) > LARGE
     size = 1 if is_large else max((rows + 5) // 14, 1)
     if step.backend.traces:
         return ((size,) * 7,)

@@ -11,9 +11,11 @@ Several starts and cuts are tried, as a single one may hide a difference by chan
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import keras
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -34,6 +36,8 @@ _SCALES = (1.0, 2.0**-10, 2.0**-30)  # factors of the loss scale, in turn while 
 # Ways to cut the samples of a window: the numbers of samples of the parts.
 Cuts = tuple[tuple[int, ...], ...]
 About = dict[int | str, tuple[str, bool]]  # see `Outcome`
+# Returns the new value of the variable at an index, or None to leave it.
+Change = Callable[[int, np.ndarray], np.ndarray | None]
 
 
 class Outcome(NamedTuple):
@@ -44,7 +48,7 @@ class Outcome(NamedTuple):
         places: indices of these variables among all.
         rates: rate of the surrogate update of each of them.
         counters: indices of the `iterations` variables that it increments.
-        values: values of all variables after the step.
+        values: entries of all variables after the step, or [] if they are not compared.
         numbers: numbers that metrics get, which wait for the full batch, by place; and logged
             scalars that are not results of metrics, by name.
         about: the name of each of these, and whether it is exact if a weight is folded into the
@@ -61,7 +65,6 @@ class Outcome(NamedTuple):
     places: list[int]
     rates: list[float]
     counters: list[int]
-    values: list[np.ndarray]
     numbers: dict[int | str, np.ndarray]
     about: About
     seen: Seen
@@ -69,6 +72,7 @@ class Outcome(NamedTuple):
     added: dict[int, np.ndarray]
     at_updates: dict[int, np.ndarray]
     terms: list[np.ndarray]
+    values: Sequence[np.ndarray] = ()
     norms: tuple[float, ...] = ()
 
     def weight(self, weighing: Weighing) -> float:
@@ -109,35 +113,41 @@ class Window(NamedTuple):
         return [weight / total if total else float("nan") for weight in weights]
 
 
+def num_values(variables: Iterable[keras.Variable]) -> int:
+    """Return the number of values of all variables."""
+    return sum(math.prod(variable.shape) for variable in variables)
+
+
 def windows(runner: StepRunner, cuts: Cuts) -> Iterator[Window]:
     """Yield windows of a step, each run both ways, and cut in one of the ways in turn.
 
     The first starts from the actual weights.
     """
-    size = sum(np.asarray(value).size for value in runner.start)
+    size = num_values(runner.variables)
     starts = 1 if size > _HUGE else 2 if size > LARGE else len(_NOISE)
     chosen: _Entries | None = None
     for number, noise in enumerate(_NOISE[:starts]):
         sizes = cuts[number % len(cuts)]
         for scale in _SCALES if runner.scales else _SCALES[:1]:
-            values = functools.partial(_perturbed, runner, noise, number, scale)
-            whole = runner.run(0, sum(sizes), values())
+            start = functools.partial(_start, runner, noise, number, scale)
+            runner.begin(start())
+            whole = runner.run(0, sum(sizes))
             if not _overflows([whole]):
                 break
         else:
             continue
-        chosen = chosen or _Entries(whole)
+        chosen = chosen or _Entries(runner, whole)
         whole = chosen.of(whole)
         numbers = [whole.numbers[key] for key in whole.compared(runner.is_folded)]
         if number and not all(np.isfinite(value).all() for value in numbers):
             continue  # they show nothing
-        if window := _in_parts(runner, values, sizes, chosen, whole):
+        if window := _in_parts(runner, start, sizes, chosen, whole):
             yield window
 
 
 def _in_parts(
     runner: StepRunner,
-    start: Callable[[], list[np.ndarray]],
+    start: Callable[[], Change],
     sizes: tuple[int, ...],
     chosen: _Entries,
     whole: Outcome,
@@ -145,39 +155,44 @@ def _in_parts(
     """Run a window in parts of these sizes, and return it, or None if gradients overflow.
 
     Args:
-        start: computes the values of all variables, which are not kept to save memory.
+        start: returns the change of values that the window starts from.
         chosen: the entries to compare.
         whole: outcome of all samples at once.
     """
-    parts, values, begin, total = [], start(), 0, sum(sizes)
-    start_values = chosen.values(values)
+    parts, begin, total = [], 0, sum(sizes)
+    runner.begin(start())
+    values = chosen.values()
     for size in sizes:
-        part = runner.run(begin, begin + size, values, whole)
-        values, begin = part.values, begin + size
+        part, begin = runner.run(begin, begin + size, whole), begin + size
         # Only the values after the last part are compared.
-        parts.append(chosen.of(part if begin == total else part._replace(values=[])))
+        parts.append(chosen.of(part, has_values=begin == total))
     if (runner.rounding > runner.epsilon or runner.scales) and _overflows(parts):
         return None
 
     @functools.cache
     def outcome_of_rounded() -> Outcome:
-        generator, moved = np.random.default_rng(1), start()
-        for place in runner.trained:
-            moved[place] = rounded(np.asarray(moved[place]), runner.rounding, generator)
-        return chosen.of(runner.run(0, total, moved))
+        generator = np.random.default_rng(1)
 
-    return Window(start_values, whole, parts, outcome_of_rounded)
+        def change(place: int, value: np.ndarray) -> np.ndarray | None:
+            is_trained = place in runner.trained
+            return rounded(value, runner.rounding, generator) if is_trained else None
+
+        runner.begin(start(), change)
+        return chosen.of(runner.run(0, total))
+
+    return Window(values, whole, parts, outcome_of_rounded)
 
 
 class _Entries:
     """Chooses the entries of large arrays to compare: of large gradients, and at random."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, runner: StepRunner, outcome: Outcome) -> None:
+        self._runner = runner
         generator = np.random.default_rng(0)
         by_place = dict(zip(outcome.places, outcome.gradients))
         self._chosen: dict[int, np.ndarray] = {}  # indices in flat arrays, by those of variables
-        for place, value in enumerate(outcome.values):
-            if (size := np.asarray(value).size) <= _MANY:
+        for place, variable in enumerate(runner.variables):
+            if (size := math.prod(variable.shape)) <= _MANY:
                 continue
             chosen = generator.integers(0, size, _MANY // 2)  # few are equal
             if (gradient := by_place.get(place)) is not None:
@@ -187,16 +202,16 @@ class _Entries:
                 chosen = np.concatenate([chosen, largest])
             self._chosen[place] = np.sort(chosen)  # in order, they are read in half the time
 
-    def values(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the chosen entries of the values of all variables. An empty list stays empty."""
-        return [self._part(place, value) for place, value in enumerate(values)]
+    def values(self) -> list[np.ndarray]:
+        """Return the chosen entries of the present values of all variables."""
+        return [self._part(place, value) for place, value in enumerate(self._runner.values())]
 
-    def of(self, outcome: Outcome) -> Outcome:
+    def of(self, outcome: Outcome, has_values: bool = True) -> Outcome:
         """Return an outcome with the chosen entries of its arrays, and their norms."""
         pairs = zip(outcome.places, outcome.gradients)
         gradients = [None if g is None else self._part(place, g) for place, g in pairs]
         norms = tuple(0.0 if g is None else norm_of([g]) for g in gradients)
-        values = self.values(outcome.values)
+        values = self.values() if has_values else []
         return outcome._replace(gradients=gradients, values=values, norms=norms)
 
     def _part(self, place: int, array: np.ndarray) -> np.ndarray:
@@ -213,30 +228,31 @@ def _overflows(outcomes: Sequence[Outcome]) -> bool:
 def norm_of(arrays: Sequence[ArrayLike]) -> float:
     """Return the Euclidean norm of all numbers in arrays."""
     # `np.linalg.norm` is avoided: its threads wait for those of PyTorch.
-    return float(sum(np.sum(np.square(np.asarray(a, "float64"))) for a in arrays) ** 0.5)
+    return float(sum(np.sum(np.square(np.asarray(a), dtype="float64")) for a in arrays) ** 0.5)
 
 
-def _perturbed(runner: StepRunner, noise: float, seed: int, scale: float) -> list[np.ndarray]:
-    """Return values with noise, also on weights that are zero, and with smaller loss scales."""
-    generator, values = np.random.default_rng(seed), list(runner.start)
-    for place in runner.scales:
-        values[place] = np.asarray(values[place] * scale, np.asarray(values[place]).dtype)
-    if not noise:
-        return values
-    for place, value in enumerate(runner.start):
-        value = np.asarray(value)
+def _start(runner: StepRunner, noise: float, seed: int, scale: float) -> Change:
+    """Return the change for a start: noise, also on weights of zero, and smaller loss scales."""
+    generator = np.random.default_rng(seed)
+
+    def change(place: int, value: np.ndarray) -> np.ndarray | None:
+        if place in runner.scales:
+            return np.asarray(value * scale, value.dtype)
+        if not noise:
+            return None
         if place in runner.trained and value.dtype.kind != "i":
             size = noise * max(norm_of([value]) / max(value.size, 1) ** 0.5, 0.1)
             moved = value + size * generator.standard_normal(value.shape, "float32")
         elif place not in runner.perturbed or value.size != 1:
-            continue
+            return None
         elif value.dtype.kind in "iu":  # a counter, which may control a schedule
             limit = int(np.iinfo(value.dtype).max)
             moved = np.minimum(value.astype("int64") + int(10 ** min(2 * noise, 5)), limit)
         else:  # perhaps an annealed factor
             moved = value + noise * generator.random()
-        values[place] = np.asarray(moved).astype(value.dtype)
-    return values
+        return np.asarray(moved).astype(value.dtype)
+
+    return change
 
 
 def rounded(value: np.ndarray, rounding: float, generator: np.random.Generator) -> np.ndarray:
