@@ -513,7 +513,14 @@ CASES |= {
     },
     "own loss: mean": own(mean),
     "own loss: sum": own(total, 0.005),
-    "own loss: a number per output": own(lambda y, z: ops.mean(ops.square(y - z), axis=0)),
+    **{
+        f"own loss: a number per output, of {outputs}": own(
+            lambda y, z: ops.mean(ops.square(y - z), axis=0),
+            data=functools.partial(dense_data, outputs=outputs),
+            make=functools.partial(dense_model, outputs=outputs),
+        )
+        for outputs in (1, 2)
+    },
     "own loss: a number per entry": own(lambda y, z: ops.reshape(ops.square(y - z), (-1,)), 0.01),
     "own loss: masked mean with epsilon": own(masked_mean(lambda count: count + 0.5), 0.02),
     "own loss: masked mean of one at least": own(masked_mean(at_least(1.0)), 0.02),

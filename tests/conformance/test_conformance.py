@@ -59,7 +59,8 @@ QUICK = {
 BY_SETTING = {
     "windows": named(
         """a window without weight; few positives: of_all_over_positives;
-        an operation that combines samples; own compute_loss: with a rule of outputs"""
+        an operation that combines samples; own compute_loss: with a rule of outputs;
+        own loss: a number per output, of 1; own loss: a number per output, of 2"""
     ),
     "split": named("two masks; regularizers, sum"),
     "batches of one": named("own loss: masked mean with epsilon; own train_step: detector"),

@@ -96,10 +96,12 @@ class Judge:
         names, values, found = self._scalars, self._values_of, dict[str, tuple[Weighing]]()
         for first, second, result in filter(may_bound, zip(names, names[1:], names[2:])):
             for number, other in (first, second), (second, first):
-                least = values(other)
-                bounded = np.maximum(values(number), least)
+                found_values, least = values(number), values(other)
+                bounded = np.maximum(found_values, least)
+                # A constant above the bound, such as a number of outputs, is no weight.
+                may_weigh = np.ptp(found_values) > 0 or found_values[0] < least[0]
                 is_constant = least[0] > 0 and not np.ptp(least)
-                if is_constant and np.array_equal(bounded, values(result)):
+                if may_weigh and is_constant and np.array_equal(bounded, values(result)):
                     found[number] = (Weighing(number, least=float(least[0])),)
         return found
 
