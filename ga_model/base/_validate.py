@@ -64,14 +64,6 @@ def check_backend(backend: str) -> None:
         _check_release("keras", _OLDEST_KERAS_ON_JAX, " on the JAX backend")
 
 
-def check_microbatch_size(value: Any) -> int | str | None:
-    """Return None, "auto" or an integer >= 1 as an int, or raise, as `check_integer` does."""
-    if value is None or (isinstance(value, str) and value == "auto"):
-        return value
-    way_out = 'Pass None to keep batches whole, or "auto" to search for the largest size.'
-    return check_integer("microbatch_size", value, way_out)
-
-
 def check_integer(
     name: str, value: Any, way_out: str = "Pass a positive number.", least: int = 1
 ) -> int:
@@ -203,25 +195,6 @@ def check_decay(decay: Any) -> float:
     if not 0.0 <= number < 1.0:
         raise ValueError(message)
     return number
-
-
-def check_single_finite_check(
-    optimizers: Iterable[keras.optimizers.Optimizer], skip_nonfinite: bool, adds_scaling: bool
-) -> None:
-    """Raise ValueError if skipping would hide overflows from a LossScaleOptimizer.
-
-    It lowers its scale when gradients overflow. With `adds_scaling`, Keras will wrap the optimizer
-    in one.
-    """
-    scales = adds_scaling or any(getattr(o, "inner_optimizer", None) for o in optimizers)
-    if skip_nonfinite and scales:
-        raise ValueError(
-            "`skip_nonfinite` would hide overflows from a LossScaleOptimizer, which must see them "
-            "to lower its scale and skips such windows itself. "
-            "Received: skip_nonfinite=True with a LossScaleOptimizer "
-            "(Keras also wraps the optimizer of a `mixed_float16` model in one). "
-            "Set `skip_nonfinite=False`, or compile with `auto_scale_loss=False`."
-        )
 
 
 def check_rows(data: tuple[Nest, ...], leaves: Iterable[Tensor | None]) -> int:
