@@ -12,8 +12,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ga_model.base._types import Nest, Tensor
-
 if TYPE_CHECKING:
     import keras
 
@@ -195,24 +193,3 @@ def check_decay(decay: Any) -> float:
     if not 0.0 <= number < 1.0:
         raise ValueError(message)
     return number
-
-
-def check_rows(data: tuple[Nest, ...], leaves: Iterable[Tensor | None]) -> int:
-    """Return the number of samples in `leaves`, the arrays (or None) of `data`, or raise."""
-    shapes: list[tuple[int, ...]] = [
-        getattr(leaf, "shape", ()) for leaf in leaves if leaf is not None
-    ]
-    if not shapes or any(len(shape) == 0 for shape in shapes):
-        types = [type(part).__name__ for part in data]
-        raise TypeError(
-            "`check_equivalence` takes arrays, tensors, or nested structures of them, with samples "
-            f"on axis 0. Received: x, y, sample_weight of types {', '.join(types)}. From a "
-            "dataset, take some samples first: `x, y = next(iter(dataset.unbatch().batch(256)))`."
-        )
-    rows = [int(shape[0]) for shape in shapes]
-    if min(rows) != max(rows):
-        raise ValueError(
-            "x, y and sample_weight must have the same number of samples. "
-            f"Received: shapes {[tuple(shape) for shape in shapes]}. Pass the same number of each."
-        )
-    return rows[0]
