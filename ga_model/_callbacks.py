@@ -13,7 +13,6 @@ from ga_model._settings import NAMES
 from ga_model.base import _validate
 from ga_model.base._internals import num_updates
 from ga_model.base._internals_jax import sync_variables
-from ga_model.base._names import check_fit
 from ga_model.base._types import Logs
 from ga_model.core.models import optimizers_in
 
@@ -90,8 +89,12 @@ def run_fit(
     """
     parameters = inspect.signature(fit).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if not takes_any:
-        check_fit(kwargs, parameters, NAMES)
+    if not takes_any and (names := [n for n in NAMES if n in kwargs and n not in parameters]):
+        raise TypeError(
+            f"`{names[0]}` is a setting of the model. Received: fit({names[0]}="
+            f"{kwargs[names[0]]!r}). Pass it to `accumulate` or `compile`, or set the attribute of "
+            "that name."
+        )
     if "callbacks" not in parameters and not takes_any:
         if model.accumulation_steps > 1:
             raise TypeError(_own_fit_message(model.name))

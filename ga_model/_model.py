@@ -172,13 +172,7 @@ class AccumulatingModel(ModelSettings, _Base):
                 well, or `skip_nonfinite` would hide overflows from a LossScaleOptimizer.
             ValueError: `jit_compile=True` on the PyTorch backend.
         """
-        changes = passed(
-            accumulation_steps=accumulation_steps,
-            microbatch_size=microbatch_size,
-            skip_nonfinite=skip_nonfinite,
-            loss_over=loss_over,
-            verify=verify,
-        )
+        changes = passed(locals())
         settings = dataclasses.replace(self._accumulation.settings, **changes)
         check_names_for("compile", super().compile, kwargs, NAMES)
         self._check_compile_arguments(kwargs)

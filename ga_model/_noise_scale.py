@@ -56,7 +56,10 @@ class NoiseScale(NamedTuple):
                 f"The gradient has no measurable noise ({of}): a smaller batch than "
                 f"{_count(batch_size)} {unit} makes the same updates."
             )
-        half, now, twice = (_needed(batch_size * times, noise_scale) for times in (0.5, 1.0, 2.0))
+        half, now, twice = (  # updates and samples, in multiples of the fewest (equation 2.11)
+            (1.0 + noise_scale / size, 1.0 + size / noise_scale)
+            for size in (batch_size / 2, batch_size, batch_size * 2)
+        )
         return (
             f"The gradient noise scale is about {_number(noise_scale, 2)} {unit} ({of}). "
             f"A window has {_count(batch_size)}: it needs {_number(now[0])} times the fewest "
@@ -249,11 +252,6 @@ def _name_of(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> str:
     """Return the name of the model's attribute that holds an optimizer, or the optimizer's name."""
     names = (name for name, value in vars(model).items() if value is optimizer)
     return next(names, str(optimizer.name))
-
-
-def _needed(batch_size: float, noise_scale: float) -> tuple[float, float]:
-    """Return the updates and samples of training, in multiples of the fewest (equation 2.11)."""
-    return 1.0 + noise_scale / batch_size, 1.0 + batch_size / noise_scale
 
 
 def _verdict(batch_size: float, noise_scale: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ga_model.base import _validate
@@ -39,7 +39,10 @@ class Settings:
     def __post_init__(self) -> None:
         way_out = "Pass 1 to train without accumulation."
         steps = _validate.check_integer("accumulation_steps", self.accumulation_steps, way_out)
-        size = _validate.check_microbatch_size(self.microbatch_size)
+        size = self.microbatch_size
+        if not (size is None or (isinstance(size, str) and size == "auto")):
+            way_out = 'Pass None to keep batches whole, or "auto" to search for the largest size.'
+            size = _validate.check_integer("microbatch_size", size, way_out)
         way_out = "Pass True to skip microbatches with NaN or Inf in their gradients."
         _validate.check_bool("skip_nonfinite", self.skip_nonfinite, way_out)
         choices = ["auto", "microbatch", "batch"]
@@ -57,11 +60,20 @@ class Settings:
     ) -> None:
         """Raise ValueError if the settings cannot be used with the optimizers.
 
-        With `adds_scaling`, Keras will wrap the optimizer in a LossScaleOptimizer.
+        With `adds_scaling`, Keras will wrap the optimizer in a LossScaleOptimizer, which lowers its
+        scale when gradients overflow.
         """
         optimizers = list(optimizers)
         _validate.check_single_accumulation(optimizers, self.accumulation_steps)
-        _validate.check_single_finite_check(optimizers, self.skip_nonfinite, adds_scaling)
+        scales = adds_scaling or any(getattr(o, "inner_optimizer", None) for o in optimizers)
+        if self.skip_nonfinite and scales:
+            raise ValueError(
+                "`skip_nonfinite` would hide overflows from a LossScaleOptimizer, which must see "
+                "them to lower its scale and skips such windows itself. "
+                "Received: skip_nonfinite=True with a LossScaleOptimizer "
+                "(Keras also wraps the optimizer of a `mixed_float16` model in one). "
+                "Set `skip_nonfinite=False`, or compile with `auto_scale_loss=False`."
+            )
 
     def describe(self, batch_size: int | None) -> str:
         """Return one line on what the settings do to batches of this size (None: of any size)."""
@@ -92,7 +104,7 @@ _DEFAULTS = dataclasses.asdict(Settings())
 NAMES = tuple(_DEFAULTS)
 
 
-def passed(**arguments: Any) -> dict[str, Any]:
-    """Return the arguments that were passed, with the default in place of None."""
-    changes = {name: value for name, value in arguments.items() if value is not UNCHANGED}
-    return {name: _DEFAULTS[name] if value is None else value for name, value in changes.items()}
+def passed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings among arguments that were passed, with the default in place of None."""
+    given = {name: arguments[name] for name in NAMES if name in arguments}
+    return {n: _DEFAULTS[n] if v is None else v for n, v in given.items() if v is not UNCHANGED}

@@ -66,13 +66,7 @@ def accumulate(
     ```
     """
     check_model(model)
-    settings = passed(
-        accumulation_steps=accumulation_steps,
-        microbatch_size=microbatch_size,
-        skip_nonfinite=skip_nonfinite,
-        loss_over=loss_over,
-        verify=verify,
-    )
+    settings = passed(locals())
     Settings(**settings).check_with(optimizers_in(vars(model)))
     if not isinstance(model, AccumulatingModel):
         wrapped = _wrapped_class(cast(Hashable, type(model)))

@@ -104,8 +104,8 @@ conformance/test_around_updates.py::test_copies_and_clones_train_alike
 
 None leaves a setting as it is: _settings.py
 interface/test_settings.py::test_none_switches_a_setting_off_and_the_others_stay
--if value is not UNCHANGED}
-+if value is not UNCHANGED and value is not None}
+-if v is not UNCHANGED}
++if v is not UNCHANGED and v is not None}
 
 the same warning comes again and again: core/model_state.py
 -elif message not in self.warnings:

@@ -1,7 +1,4 @@
-"""Below all other subpackages: argument checks, and functions for private names of Keras.
-
-May import no other subpackage.
-"""
+"""Below all other subpackages: argument checks, and functions for private names of Keras."""
 
 from ga_model.base._validate import check_releases
 

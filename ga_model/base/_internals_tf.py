@@ -82,9 +82,14 @@ def has_second_derivatives(tensors: Sequence[tf.Tensor]) -> bool:
     return bool(kind == gradients_util.POSSIBLE_GRADIENT_TYPES_HIGHER_ORDER)
 
 
-def pause_tapes() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which this thread's tapes record nothing."""
-    return record.stop_recording()  # type: ignore[no-any-return]
+# Return a context in which this thread's tapes record nothing.
+pause_tapes: Callable[[], contextlib.AbstractContextManager[None]] = record.stop_recording
+
+# Record a function on tapes: its name, outputs and sources, and the function that maps gradients of
+# the outputs to those of the sources.
+record_on_tapes: Callable[
+    [str, list[tf.Tensor], list[tf.Tensor], Callable[..., list[Gradient]]], None
+] = record.record_operation
 
 
 @contextlib.contextmanager
@@ -98,16 +103,6 @@ def resume_tapes() -> Iterator[None]:
     finally:
         if is_stopped:
             pywrap_tfe.TFE_Py_TapeSetStopOnThread()
-
-
-def record_on_tapes(
-    name: str,
-    outputs: list[tf.Tensor],
-    sources: list[tf.Tensor],
-    gradient: Callable[..., list[Gradient]],
-) -> None:
-    """Record `gradient` on tapes: it maps gradients of the outputs to those of the sources."""
-    record.record_operation(name, outputs, sources, gradient)
 
 
 # Types of operations that draw different numbers each time they run.

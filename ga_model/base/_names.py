@@ -122,15 +122,3 @@ def _no_count_message(function: str, value: object, known: list[str], name: str 
         f"`apply(optimizer)`. Received: {received}. Remove the argument, and call "
         f"`apply(optimizer)` after every {interval}.{arguments}"
     )
-
-
-def check_fit(
-    given: Mapping[str, object], parameters: Iterable[str], settings: Iterable[str]
-) -> None:
-    """Raise TypeError if a setting of the model is passed to a `fit` without that parameter."""
-    for name in settings:
-        if name in given and name not in parameters:
-            raise TypeError(
-                f"`{name}` is a setting of the model. Received: fit({name}={given[name]!r}). Pass "
-                "it to `accumulate` or `compile`, or set the attribute of that name."
-            )

@@ -61,6 +61,20 @@ def where_or_zero(flag: Scalar, value: Tensor | Scalar) -> Tensor | Scalar:
     return where(flag, value, keras.ops.zeros_like(value) if is_tensor else 0.0)
 
 
+def int32(number: int) -> Scalar:
+    """Return a number as an int32 scalar."""
+    is_on_torch = keras.backend.backend() == "torch"
+    return number if is_on_torch else keras.ops.convert_to_tensor(number, "int32")
+
+
+def divided(tensor: Tensor, divisor: Scalar) -> Tensor:
+    """Return `tensor / divisor`. May overwrite `tensor`: do not use it again."""
+    if keras.backend.backend() != "torch":
+        return tensor / like(tensor, divisor)
+    is_one = not keras.ops.is_tensor(divisor) and divisor == 1.0
+    return tensor if is_one else tensor.div_(like(tensor, divisor))
+
+
 if keras.backend.backend() != "tensorflow":
 
     def shape_of(tensor: Tensor) -> tuple[Scalar, ...]:
@@ -142,10 +156,6 @@ if keras.backend.backend() == "tensorflow":
             second = tf.convert_to_tensor(second, first.dtype)
         return tf.where(condition, first, second)
 
-    def int32(number: int) -> Scalar:
-        """Return a number as an int32 scalar."""
-        return tf.constant(number, tf.int32)
-
     def added(total: Tensor, tensor: Tensor, shrink: Scalar, counts: Scalar = None) -> Tensor:
         """Return `total * shrink + tensor`, or `total` if `counts` is False, as for a NaN.
 
@@ -170,10 +180,6 @@ if keras.backend.backend() == "tensorflow":
     # nothing, and reading an array costs most; XLA fuses the multiplication with the addition.
     skips_by_one = ThreadValue(False)
 
-    def divided(tensor: Tensor, divisor: Scalar) -> Tensor:
-        """Return `tensor / divisor`. May overwrite `tensor`: do not use it again."""
-        return tensor / like(tensor, divisor)
-
 elif keras.backend.backend() == "jax":
     import jax
     import jax.numpy as jnp
@@ -196,15 +202,9 @@ elif keras.backend.backend() == "jax":
         condition, first, second = (jnp.asarray(v)[None] for v in (condition, first, second))
         return jnp.where(condition, first, second)[0]
 
-    def int32(number: int) -> Scalar:
-        return jnp.asarray(number, "int32")
-
     def added(total: Tensor, tensor: Tensor, shrink: Scalar, counts: Scalar = None) -> Tensor:
         result = total * like(total, shrink) + tensor
         return result if counts is None else where(counts, result, total)
-
-    def divided(tensor: Tensor, divisor: Scalar) -> Tensor:
-        return tensor / like(tensor, divisor)
 
 else:
     import torch
@@ -233,14 +233,7 @@ else:
             first = torch.tensor(first, dtype=torch.float64, device=condition.device)
         return torch.where(condition, first, second)
 
-    def int32(number: int) -> Scalar:
-        return number
-
     def added(total: Tensor, tensor: Tensor, shrink: Scalar, counts: Scalar = True) -> Tensor:
         if torch.is_tensor(shrink) or shrink != 1.0:
             total.mul_(like(total, shrink))
         return total.add_(where(counts, tensor, 0.0))
-
-    def divided(tensor: Tensor, divisor: Scalar) -> Tensor:
-        is_one = not torch.is_tensor(divisor) and divisor == 1.0
-        return tensor if is_one else tensor.div_(like(tensor, divisor))

@@ -12,8 +12,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ga_model.base._types import Nest, Tensor
-
 if TYPE_CHECKING:
     import keras
 
@@ -62,14 +60,6 @@ def check_backend(backend: str) -> None:
         )
     if backend == "jax":
         _check_release("keras", _OLDEST_KERAS_ON_JAX, " on the JAX backend")
-
-
-def check_microbatch_size(value: Any) -> int | str | None:
-    """Return None, "auto" or an integer >= 1 as an int, or raise, as `check_integer` does."""
-    if value is None or (isinstance(value, str) and value == "auto"):
-        return value
-    way_out = 'Pass None to keep batches whole, or "auto" to search for the largest size.'
-    return check_integer("microbatch_size", value, way_out)
 
 
 def check_integer(
@@ -203,43 +193,3 @@ def check_decay(decay: Any) -> float:
     if not 0.0 <= number < 1.0:
         raise ValueError(message)
     return number
-
-
-def check_single_finite_check(
-    optimizers: Iterable[keras.optimizers.Optimizer], skip_nonfinite: bool, adds_scaling: bool
-) -> None:
-    """Raise ValueError if skipping would hide overflows from a LossScaleOptimizer.
-
-    It lowers its scale when gradients overflow. With `adds_scaling`, Keras will wrap the optimizer
-    in one.
-    """
-    scales = adds_scaling or any(getattr(o, "inner_optimizer", None) for o in optimizers)
-    if skip_nonfinite and scales:
-        raise ValueError(
-            "`skip_nonfinite` would hide overflows from a LossScaleOptimizer, which must see them "
-            "to lower its scale and skips such windows itself. "
-            "Received: skip_nonfinite=True with a LossScaleOptimizer "
-            "(Keras also wraps the optimizer of a `mixed_float16` model in one). "
-            "Set `skip_nonfinite=False`, or compile with `auto_scale_loss=False`."
-        )
-
-
-def check_rows(data: tuple[Nest, ...], leaves: Iterable[Tensor | None]) -> int:
-    """Return the number of samples in `leaves`, the arrays (or None) of `data`, or raise."""
-    shapes: list[tuple[int, ...]] = [
-        getattr(leaf, "shape", ()) for leaf in leaves if leaf is not None
-    ]
-    if not shapes or any(len(shape) == 0 for shape in shapes):
-        types = [type(part).__name__ for part in data]
-        raise TypeError(
-            "`check_equivalence` takes arrays, tensors, or nested structures of them, with samples "
-            f"on axis 0. Received: x, y, sample_weight of types {', '.join(types)}. From a "
-            "dataset, take some samples first: `x, y = next(iter(dataset.unbatch().batch(256)))`."
-        )
-    rows = [int(shape[0]) for shape in shapes]
-    if min(rows) != max(rows):
-        raise ValueError(
-            "x, y and sample_weight must have the same number of samples. "
-            f"Received: shapes {[tuple(shape) for shape in shapes]}. Pass the same number of each."
-        )
-    return rows[0]

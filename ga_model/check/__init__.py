@@ -1,4 +1,1 @@
-"""`check_equivalence`: train with plain Keras and with accumulation, compare, explain differences.
-
-May import the modules at the top level of the package, and what those may import.
-"""
+"""`check_equivalence`: train with plain Keras and with accumulation, compare, explain."""

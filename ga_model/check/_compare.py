@@ -99,10 +99,8 @@ def check_equivalence(
     assert report.equivalent
     ```
     """
-    settings = passed(
-        accumulation_steps=accumulation_steps, microbatch_size=microbatch_size, loss_over=loss_over
-    )
-    return compare(model, make_plan(model, (x, y, sample_weight), batch_size, updates, **settings))
+    plan = make_plan(model, (x, y, sample_weight), batch_size, updates, **passed(locals()))
+    return compare(model, plan)
 
 
 def compare(model: keras.Model, plan: Plan) -> EquivalenceReport:

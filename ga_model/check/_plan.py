@@ -13,7 +13,7 @@ from ga_model._wrap import check_model
 from ga_model.base import _validate
 from ga_model.base._internals import compiled_loss
 from ga_model.base._types import Nest
-from ga_model.core.batch import samples_between
+from ga_model.core.batch import samples_between, shapes_in
 from ga_model.core.models import optimizers_in
 
 
@@ -75,7 +75,7 @@ def make_plan(
             f'Received: {model.name!r} with microbatch_size="auto", before a size was found. '
             "Pass `microbatch_size` as a number."
         )
-    rows = _validate.check_rows(data, keras.tree.flatten(data))
+    rows = _rows_of(data)
     if data[1] is None and compiled_loss(model) is not None:
         raise ValueError(
             "The compiled loss needs targets. "
@@ -91,3 +91,21 @@ def make_plan(
             "Pass accumulation_steps > 1, a smaller microbatch_size, or more samples."
         )
     return plan._replace(data=samples_between(data, 0, plan.rows))
+
+
+def _rows_of(data: tuple[Nest, Nest, Nest]) -> int:
+    """Return the number of samples, or raise if it is unknown, or arrays differ in it."""
+    shapes = shapes_in(data)
+    if not shapes or len(shapes) < sum(leaf is not None for leaf in keras.tree.flatten(data)):
+        types = [type(part).__name__ for part in data]
+        raise TypeError(
+            "`check_equivalence` takes arrays, tensors, or nested structures of them, with samples "
+            f"on axis 0. Received: x, y, sample_weight of types {', '.join(types)}. From a "
+            "dataset, take some samples first: `x, y = next(iter(dataset.unbatch().batch(256)))`."
+        )
+    if len({shape[0] for shape in shapes}) > 1:
+        raise ValueError(
+            "x, y and sample_weight must have the same number of samples. "
+            f"Received: shapes {shapes}. Pass the same number of each."
+        )
+    return shapes[0][0]

@@ -59,7 +59,7 @@ class ModelState:
 
     def change(self, **settings: Any) -> None:
         """Change settings, after validating them. None switches a setting off."""
-        settings = passed(**settings)
+        settings = passed(settings)
         Settings(**settings).check_with(optimizers_in(vars(self._model)))
         self.settings = dataclasses.replace(self.settings, **settings)
         if "accumulation_steps" in settings and self.window is not None:
