@@ -14,6 +14,7 @@ from losses import of_class
 from training import compiled
 
 from ga_model import AccumulatingModel, GradientAccumulator, accumulate
+from ga_model.backends.jax.adapter import JaxBackend
 from ga_model.base import _validate
 
 
@@ -157,3 +158,17 @@ def test_the_script_of_the_documents_measures_each_way(monkeypatch):
     assert list(found) == list(script.WAYS)
     assert found["plain Keras"] == 1.0
     assert min(found.values()) > 0.0
+
+
+def test_a_trial_compiles_two_programs(monkeypatch):
+    """One for all samples and one for a part: starts with noise need no others."""
+    made, compile_one = {}, JaxBackend._compiled
+
+    def noting(self, name, function):
+        return made.setdefault(name, compile_one(self, name, function))
+
+    monkeypatch.setattr(JaxBackend, "_compiled", noting)
+    model = compiled(loss=lambda y, z: ops.mean(ops.square(y - z), axis=-1), accumulation_steps=2)
+    model.fit(*dense_data(8), batch_size=4, verbose=0)
+    programs = [one._pure._cache_size() for name, one in made.items() if name[0] == "trial"]
+    assert programs == [1, 1]

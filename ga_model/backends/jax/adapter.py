@@ -167,8 +167,10 @@ class JaxBackend(Backend):
         changed: _Changed = {group: {} for group in GROUPS}
         for variable, value in values:
             group, place = places[id(variable)]
-            sharding = self._values[group][place].sharding
-            changed[group][place] = jax.device_put(jnp.array(value), sharding)
+            before, array = self._values[group][place], jnp.array(value)
+            # A function is compiled anew for arrays that are committed to devices, or not.
+            array = jax.device_put(array, before.sharding) if before.committed else array
+            changed[group][place] = array
         self.put(changed)
 
     def _places(self) -> dict[int, tuple[Group, int]]:
