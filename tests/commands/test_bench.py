@@ -158,7 +158,7 @@ def clock(monkeypatch, small_case):
 
 def test_times_are_those_of_a_sample(clock):
     times = _measure.measure_times(_measure.setups("small", False, [1, 3, 4]), 1e6)
-    assert len(times) == 1 + 3 + 6 + 6
+    assert len(times) == 1 + 4 + 7 + 7
     assert {len(per_sample) for _, per_sample in times.values()} == {_measure._MOST_ROUNDS}
     assert {value for _, per_sample in times.values() for value in per_sample} == {1.0}
 
